@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
+# Hundreds of processes import the package in a test run: compiled modules must be kept, also where an image forbids it.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: guides demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce \
+.PHONY: guides demo test test-all test-torch lint types unit coverage fuzz soak mutate package bench docs pictures reproduce \
 	reproduce-check clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
@@ -17,12 +19,12 @@ test: $(VENV)/.test
 # Everything, the slow tier included.
 test-all: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j 2 lint types
-	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow"
+	OCTOPIPE_TESTS=all $(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow"
 
 # What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
 test-torch: $(VENV)/.test
-	$(BIN)/pytest -n 3 --dist worksteal tests/adapters/test_torch_private.py tests/adapters/test_torch_engine.py tests/adapters/test_torchtitan.py \
-		tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
+	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow" tests/adapters/test_torch_private.py tests/adapters/test_torch_engine.py \
+		tests/adapters/test_torchtitan.py tests/runtime/test_runtime_private.py tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts examples
@@ -33,6 +35,10 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# Which lines the quick tests run; the report is in out/coverage.
+coverage: $(VENV)/.test
+	$(BIN)/pytest -n 3 --dist worksteal --cov --cov-report=term --cov-report=html:out/coverage
 
 # Damaged files for every reader, drawn and (where atheris is installed) guided by coverage; `CASES=1000000 make fuzz`
 # for longer.

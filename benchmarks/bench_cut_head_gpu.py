@@ -21,6 +21,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from one_line import needs_device, start
+
 from octopipe.models.layers import Block, Embedding, Head, Mlp
 from octopipe.models.mixers import Attention
 from octopipe.models.spec import ModelSpec
@@ -165,6 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.small:
         args.model, args.tokens = "small", min(args.tokens, 64)
+    needs_device(args.device)
     from octopipe.runtime.measure.trial import on_ranks
 
     listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731
@@ -176,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -41,7 +41,7 @@ from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks.launch import Seat, run_ranks
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.ranks.world import wire as wire_of
-from octopipe.runtime.stages import stage as stage_module
+from octopipe.runtime.stages import graph as stage_graph
 from octopipe.search.systems import build_plan
 
 WIDTH, TOKENS, VOCAB = 256, 192, 20480
@@ -237,6 +237,8 @@ def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
         exchange()
         calls()
 
+    # The first that this torch has is what stages call.
+    engine = "engine_run_backward" if stage_graph.run_engine is None else "run_engine"
     out: dict[str, Any] = {}
     for split in (False, True):
         plan = build_plan("1f1b", CostTable.uniform(num_layers=seat.size), seat.size, count, split_backward=split)
@@ -267,7 +269,7 @@ def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
                 per_op.append((time.thread_time() - begin) / ops * 1e6)
                 twin.zero_grad()
                 clock.spent = 0.0
-                with patch.object(stage_module, "_run_on_host", clock.around(stage_module._run_on_host)):
+                with patch.object(stage_graph, engine, clock.around(getattr(stage_graph, engine))):
                     dist.barrier()
                     twin.step(data, data, reduce_loss=False)
                 placed.append(clock.spent / ops * 1e6)

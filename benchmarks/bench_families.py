@@ -1,6 +1,7 @@
 """Every causal language model transformers has, at tiny size: cut into layers, is it still the model?
 
     python benchmarks/bench_families.py [--ranks] [FAMILY ...] [-o families.json]
+    python benchmarks/bench_families.py --towers          # vision-language and audio models, encoder-decoders
 
 One line per family: `equal` (largest difference of logits, loss and gradients from the unsplit model, plain and padded
 batches), `refused` (why, in one line), `no config` (the tiny config this script makes is none the family takes) or
@@ -24,10 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 import torch
 from hf_families import every_family, tiny_config
+from hf_towers import every_tower, tower_difference
 from hf_twins import chained, pipeline_differences
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface import layers
+from octopipe.huggingface.examples import takes_more_than_tokens
+from octopipe.huggingface.source import build_on_meta
 
 LIMIT_S, LARGEST = 120, 3e7
 
@@ -47,6 +51,8 @@ def judge(family: str, ranks: Any, plans: Any) -> tuple[str, str]:
     except Exception as error:
         return "no config", " ".join(str(error).split())[:160]
     try:
+        if takes_more_than_tokens(build_on_meta(config, dtype=torch.float64, attention=None)):
+            return judge_tower(family)
         parts = layers(config, dtype=torch.float64)
         if parts.parameters > LARGEST:
             return "no config", f"{parts.parameters / 1e6:.0f} M parameters: its sizes have other names"
@@ -61,7 +67,12 @@ def judge(family: str, ranks: Any, plans: Any) -> tuple[str, str]:
     except TooLong:
         return "no config", f"more than {LIMIT_S} s at this size"
     except Exception as error:
-        return "no config", f"the unsplit model fails too: {' '.join(str(error).split())[:140]}"
+        words = " ".join(str(error).split())
+        if "Double" not in words or plans is not None:
+            return "no config", f"the unsplit model fails too: {words[:140]}"
+        # Some families make single-precision tensors whatever the precision of their weights.
+        off = chained(family, dtype=torch.float32)
+        return ("equal" if off < 1e-4 else "different"), f"{off:.1e} in single precision, it knows no double"
     note = f"{off:.1e}"
     if plans is not None and off < 1e-6:
         found = pipeline_differences(ranks, family, plans(len(parts)), padded=False)
@@ -70,10 +81,25 @@ def judge(family: str, ranks: Any, plans: Any) -> tuple[str, str]:
     return ("equal" if off < 1e-6 else "different"), note
 
 
+def judge_tower(family: str) -> tuple[str, str]:
+    """The same for a model that takes more than tokens, on an example of its inputs."""
+    try:
+        off, parts = tower_difference(family)
+    except OctoPipeError as error:
+        return "refused", str(error)
+    except TooLong:
+        raise
+    except Exception as error:
+        return "no config", f"the unsplit model fails too: {' '.join(str(error).split())[:140]}"
+    stacks = ", ".join(dict.fromkeys(parts.stacks[1:-1]))
+    return ("equal" if off < 1e-6 else "different"), f"{off:.1e}, {len(parts)} pieces: {stacks}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("--towers", action="store_true", help="the families with a tower or an encoder instead")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -86,11 +112,11 @@ def main() -> None:
 
         ranks, plans = shared_ranks(2), make_plans
     rows, counts = [], Counter[str]()
-    for family in args.families or every_family():
+    for family in args.families or (every_tower() if args.towers else every_family()):
         began = time.perf_counter()
         signal.alarm(LIMIT_S)
         try:
-            verdict, note = judge(family, ranks, plans)
+            verdict, note = judge_tower(family) if args.towers else judge(family, ranks, plans)
         except TooLong:
             verdict, note = "no config", f"more than {LIMIT_S} s at this size"
         finally:

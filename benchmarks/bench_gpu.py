@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from one_line import needs_device, start
+
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import jamba, llama, nemotron_h
 
@@ -91,7 +93,7 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
     torch.backends.cuda.matmul.allow_tf32 = False
     work = Workload(spec=models(small=True)["nemotron"], tokens=256, device=args.device)
     device = work.place(rank)
-    batch, target = work.batch(device, 8), work.batch(device, 8, step=1)
+    batch, target = work.batch(device, 8), work.targets(device, 8)
     whole = [factory() for factory in work.layers(device)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for x, y in zip(batch, target):
@@ -397,6 +399,8 @@ def main() -> None:
     args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
     args.only = [n for n in args.only.split(",") if n]
     args.end = time.time() + args.limit_s
+    if {"smoke", "profile", "run"} & set(args.phases.split(",")):
+        needs_device(args.device)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for phase in args.phases.split(","):
         began = time.time()
@@ -421,4 +425,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from one_line import needs_device, start
+
 EP = 2
 
 
@@ -176,6 +178,9 @@ class ExpertWork:
             for _ in range(count)
         ]
 
+    def targets(self, device: Any, count: int) -> list[Any]:
+        return self.batch(device, count, step=1)
+
 
 def groups_of_ranks(rank: int, pp: int) -> tuple[Any, Any]:
     """This rank's pipeline and its expert group; ranks are numbered pipeline by pipeline."""
@@ -296,8 +301,10 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
     gc.collect()  # the small model's memory is not the profile's
     pipeline, experts = groups_of_ranks(rank, pp)
     place = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    moved = TokenExchange(experts, place, timeout_s=60)
-    s = SMALL if args.small else replace(Sizes(), blocks=args.blocks * pp, ffn=args.ffn)
+    # Room for two exchanges of a pair at a time.
+    moved = TokenExchange(experts, place, timeout_s=60, chunks=32)
+    sizes = replace(Sizes(), blocks=args.blocks * pp, ffn=args.ffn, per_token=args.per_token)
+    s = SMALL if args.small else sizes
     work = ExpertWork(s, args.device, moved)
     world = World(pipeline)
     profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0, levels=range(1, pp))
@@ -309,17 +316,24 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
                 [*np.round(x, 3).tolist()[:2], round(float(x[-1]), 3)]
                 for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)
             ],
-            "segments": None if segments is None else [segments.forward[1], segments.input[1], segments.slows_compute],
+            "segments": None
+            if segments is None
+            else [segments.forward[1], segments.input[1], segments.slows_compute, segments.slows_exchange],
             "partial": {
                 k: round(float(t.layer_ms.sum() / costs.layer_ms.sum()), 3) for k, t in profile.partial.items()
             },
             "about": {
-                k: profile.about.get(k) for k in ("rehearsal", "host_share", "overlap_slowdown", "total_seconds")
+                k: profile.about.get(k)
+                for k in ("rehearsal", "transfers_crowded", "host_share", "overlap_slowdown", "total_seconds")
             },
             "overhead": profile.op_overhead_ms,
         }
     )
     assert segments is not None, "no exchange was found"
+    # A pipeline's profile does not know of the other pipelines on its device.
+    limits = tuple(limit / EP for limit in costs.rank_memory_bytes)
+    profile = profile.with_costs(costs.replace(rank_memory_bytes=limits))
+    costs = profile.costs
     # All ranks must have the same profile and plans: the first one's.
     given: list[Any] = [None]
     if rank == 0:
@@ -351,6 +365,8 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
                 "ms": trial.step_ms, "predicted_ms": foreseen, "error": foreseen / trial.step_ms - 1,
                 "steps_ms": [round(x, 2) for x in trial.steps_ms], "loss": trial.loss,
             }  # fmt: skip
+            if rank == 0:
+                trial.timeline.save(Path(args.out, f"timeline.pp{pp}.{name}.{key}.json"))
         row["gain"] = row["without"]["ms"] / row["pairs"]["ms"]
         row["promised"] = row["without"]["predicted_ms"] / row["pairs"]["predicted_ms"]
         write(row)
@@ -375,7 +391,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--blocks", type=int, default=3, help="per rank of a pipeline")
-    parser.add_argument("--ffn", type=int, default=768)
+    parser.add_argument("--ffn", type=int, default=512)
+    parser.add_argument("--per-token", type=int, default=3, help="experts that a token meets in the mean")
     parser.add_argument("--micro-batches", type=int, default=0, help="default: four per rank of a pipeline")
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
@@ -383,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=90.0, help="per pipeline length; no plan starts later")
     parser.add_argument("--out", default="out")
     args = parser.parse_args(argv)
+    needs_device(args.device)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     from octopipe.runtime.measure.mps import Mps
     from octopipe.runtime.measure.trial import STEADY_MEMORY
@@ -402,4 +420,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from one_line import needs_device, start
 from torch import Tensor
 
 MODELS = {"gpt-oss-20b": 4, "gemma-3-27b": 9, "qwen3-next-80b": 6, "nemotron-h-8b": 12, "llama3-8b": 4}
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    needs_device(args.device)
 
     def tell(fact: dict[str, Any]) -> None:
         line = json.dumps(fact)
@@ -187,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -6,7 +6,8 @@ python benchmarks/bench_published.py --csv FILE          runs of your own, in th
 python benchmarks/bench_published.py --fit               fit every stack again, each run left out in turn, and write
                                                          octopipe/costs/measured/stacks.json
 python benchmarks/bench_published.py --held-out          errors on models that a stack was not fitted on
-python benchmarks/bench_published.py --plan 10           beside it: what `octopipe plan` finds for ten of them
+python benchmarks/bench_published.py --paired            runs that overlapped the experts' exchange, priced without the
+                                                         overlap (as in the fit) and with it
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octopipe.costs.measured import PUBLISHED_RUNS as CSV
 from octopipe.costs.measured import STACKS_FILE
 from octopipe.costs.runs import Run, read_runs, under
 from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
 from octopipe.search.planner.fitting import Fit, Fitted, SeenRun, errors_of, fit_stack
 from octopipe.search.recompute import plan_under
 from octopipe.search.systems import build_plan
@@ -95,15 +97,27 @@ def balanced_sizes(layer_ms: list[float], stages: int) -> list[int]:
     return dealt(high)
 
 
-def simulated(run: Run) -> dict[str, Any]:
-    """The run's split simulated op by op, with the recomputation it used or the least that fits."""
+def with_pairs(plan: Plan) -> Plan:
+    """One rank alone: the forward of every micro-batch runs together with the backward of the one before."""
+    count = plan.num_micro_batches
+    pairs = [(Op(0, "F", m), Op(0, "B", m - 1)) for m in range(1, count)]
+    order = [Op(0, "F", 0), *(op for pair in pairs for op in pair), Op(0, "B", count - 1)]
+    return replace(plan, orders=(tuple(order),), pairs=frozenset(pairs))
+
+
+def simulated(run: Run, *, pairs: bool = False) -> dict[str, Any]:
+    """The run's split simulated op by op, with the recomputation it used or the least that fits. `pairs`: with
+    Megatron's combined forward and backward."""
     setup = run.setup
     assert setup.micro_batches is not None
     interleaved = run.chunks > 1 and setup.micro_batches % setup.pp == 0
-    system, options = ("interleaved", {"chunks": run.chunks}) if interleaved else ("1f1b", {})
+    name = "interleaved-overlap" if pairs else "interleaved"
+    system, options = (name, {"chunks": run.chunks}) if interleaved else ("1f1b", {})
 
     def build(costs: CostTable) -> Any:
         plan = build_plan(system, costs, setup.pp, setup.micro_batches or 1, **options)
+        if pairs and setup.pp == 1 and costs.exchanges:
+            return with_pairs(plan)
         if not run.balanced or setup.pp == 1:
             return plan
         sizes = balanced_sizes(costs.layer_ms.tolist(), len(plan.stages))
@@ -127,6 +141,7 @@ def simulated(run: Run) -> dict[str, Any]:
         "limit_gib": timeline.capacity_bytes[0] / 2**30,
         "recompute": costs.setup.recompute_words() if costs.setup else "",
         "exchange": run.exchange,
+        **({"hidden": timeline.exchange.share} if pairs else {}),
         "source": run.source,
     }
 
@@ -228,52 +243,23 @@ def held_out(path: Path = CSV) -> dict[str, Any]:
     return show_left_out(errors)
 
 
-PLANNED = (
-    *("gb300 llama3-70b", "gb300 qwen3-235b-a22b", "gb300 gpt-oss-120b", "gb200 llama3.1-405b", "gb200 deepseek-v3"),
-    *("b200 qwen3-30b-a3b", "h100 llama3-70b", "h100 gpt3-175b", "h100 nemotron-340b", "h100 kimi-k2"),
-)
-"""Ten of the (model, GPUs, batch) for which a split is searched, the published one unseen."""
-
-
-def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, Any]]:
-    """What the planner finds beside what was published, under the same model."""
-    import time
-
-    from octopipe.cli.verbs.plan_answer import changes
-    from octopipe.search.planner.search import search
-
-    out = []
-    for wanted in PLANNED[:number]:
-        row = next(r for r in read_rows(path) if r.name.startswith(wanted + " "))
-        setup = row.setup
-        base = replace(setup, tp=1, cp=1, ep=1, etp=None, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1)
-        split = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
-        began = time.monotonic(), time.process_time()
-        found = search(
-            row.spec,
-            base,
-            gpus=setup.num_gpus,
-            global_batch=setup.global_batch or 1,
-            today={**split, "micro_batch_size": setup.micro_batch_size},
-            budget_s=budget_s,
+def paired(path: Path) -> None:
+    """Runs that overlapped the exchange, priced without the overlap and with it."""
+    print("| stack | run | pp x chunks | error without pairs | with pairs | exchange hidden |")
+    print("|:--|:--|--:|--:|--:|--:|")
+    errors: tuple[list[float], list[float]] = ([], [])
+    for row in (row for row in read_rows(path) if row.exchange == "paired"):
+        without, within = simulated(row), simulated(row, pairs=True)
+        for found, result in zip(errors, (without, within), strict=True):
+            found.append(result["error"])
+        print(
+            f"| {row.stack} | {row.name} | {row.setup.pp} x {row.chunks} | {without['error']:+.1%} "
+            f"| {within['error']:+.1%} | {within['hidden']:.2f} |",
+            flush=True,
         )
-        assert found.today is not None
-        took = time.monotonic() - began[0], time.process_time() - began[1]
-        result = {
-            "row": row.name,
-            "published_split": found.today.split.words(),
-            "published_ms": found.today.step_ms,
-            "found_split": found.best.split.words(),
-            "found_ms": found.best.step_ms,
-            "speedup": found.today.step_ms / found.best.step_ms,
-            "seconds": took[0],
-            "cpu_seconds": took[1],
-            "what_changed": changes(found)[-1],
-        }
-        spent = f"{took[0]:.1f} s ({took[1]:.1f} s of CPU)"
-        print(f"{row.name}: {result['speedup']:.3f}x in {spent}; {result['what_changed']}", flush=True)
-        out.append(result)
-    return out
+    for words, found in zip(("without pairs", "with pairs"), errors, strict=True):
+        size = statistics.median(map(abs, found))
+        print(f"\n{words}: {len(found)} runs, median error {statistics.median(found):+.1%}, median size {size:.1%}")
 
 
 def main() -> None:
@@ -282,11 +268,13 @@ def main() -> None:
     parser.add_argument("--stack", help="the runs of one stack alone")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--held-out", action="store_true")
-    parser.add_argument("--plan", type=int, default=0, metavar="N")
-    parser.add_argument("--budget", type=float, default=30.0, metavar="S", help="of every search (default: 30)")
+    parser.add_argument("--paired", action="store_true")
     args = parser.parse_args()
+    if args.paired:
+        paired(args.csv)
+        return
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept = {name: before[name] for name in ("plans", "held_out", "left_out", "left_out_rows") if name in before}
+    kept = {name: before[name] for name in ("held_out", "left_out", "left_out_rows") if name in before}
     if args.fit:
         found = fit(args.csv, args.stack)
         if args.csv == CSV:
@@ -296,8 +284,6 @@ def main() -> None:
     show(result)
     if args.held_out:
         result["held_out"] = held_out(args.csv)
-    if args.plan:
-        result["plans"] = planned(args.csv, args.plan, args.budget)
     if args.csv == CSV and args.stack is None:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({**kept, **result}, indent=1) + "\n")

@@ -3,6 +3,7 @@
 python benchmarks/bench_questions.py                 every question; the table, and the worst ratio
 python benchmarks/bench_questions.py --only 3,7      some of them
 python benchmarks/bench_questions.py --today         every published run's own split given as --today instead
+python benchmarks/bench_questions.py --withheld      the same runs, the search told nothing of what published runs used
 
 Either can be run in pieces (--only 1-10); what was asked before is kept in results/questions.json.
 
@@ -19,10 +20,12 @@ import json
 import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.file import count_gpus, nodes_from_object
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.runs import Run, published_runs
 from octopipe.models.zoo import preset
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.pricing import Candidate, Pricer
@@ -239,52 +243,85 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def with_today(budget_s: float, wall: bool, only: list[int] | None = None) -> dict[str, dict[str, Any]]:
-    """Every published run's split as --today, by its number: the answer is never behind it, and `alone` says how the
-    best split that the search found by itself compares."""
-    sys.path.insert(0, str(HERE))
-    from dataclasses import replace
-
-    from bench_published import CSV, read_rows
-
-    out: dict[str, dict[str, Any]] = {}
+def published_questions(only: list[int] | None = None) -> Iterator[tuple[int, Run, Setup, dict[str, int]]]:
+    """Every published run as a question, by its number: the run, the set-up without sizes, and its split. Another
+    release of the same stack with the same split is the same question."""
     seen: set[Any] = set()
-    for row in read_rows(CSV):
+    for row in published_runs():
         setup = row.setup
         sizes = {"tp": 1, "cp": 1, "ep": 1, "etp": None, "pp": 1, "dp": 1, "micro_batch_size": 1, "zero": 1}
         base = replace(setup, **sizes, micro_batches=None, recompute="none")
         today = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
         today |= {"micro_batch_size": setup.micro_batch_size} | ({"etp": setup.etp} if setup.etp else {})
         question = (row.spec, base, setup.num_gpus, setup.global_batch, tuple(today.values()))
-        if question in seen:  # another release of the same stack, with the same split
+        if question in seen:
             continue
         seen.add(question)
-        number = len(seen)
-        if only is not None and number not in only:
-            continue
+        if only is None or len(seen) in only:
+            yield len(seen), row, base, today
+
+
+def with_today(budget_s: float, wall: bool, only: list[int] | None, withheld: bool) -> Iterator[tuple[int, Any]]:
+    """Every published run's split beside the answer, by its number.
+
+    It is given as --today, so the answer is never behind it; `alone` compares the best split that the search found by
+    itself, which looks at what published runs of the model used. `withheld`: it may not look at them, and today's
+    split is simulated beside the search."""
+    from octopipe.search.planner.search import _today
+
+    for number, row, base, today in published_questions(only):
+        gpus, batch = row.setup.num_gpus, row.setup.global_batch or 1
         try:
             found = search(
                 row.spec,
                 base,
-                gpus=setup.num_gpus,
-                global_batch=setup.global_batch or 1,
-                today=today,
+                gpus=gpus,
+                global_batch=batch,
+                today=None if withheld else today,
+                published=not withheld,
                 budget_s=budget_s,
                 clock=time.monotonic if wall else time.process_time,
             )
         except OctoPipeError as error:
             print(f"   ---  {row.name}: {error}", flush=True)
-            out[str(number)] = {"row": row.name, "ratio": None, "fits": False, "answer": str(error)}
+            yield number, {"row": row.name, "ratio": None, "fits": False, "answer": str(error)}
             continue
-        assert found.today is not None
-        ratio = found.today.step_ms / found.best.step_ms
+        pricer = Pricer(row.spec, base, batch, overlaps=RUNTIMES["any"].overlaps)
+        present = found.today or _today(pricer, base, gpus, today, "auto")
         own = min((c.step_ms for c in found.ranked if c.fits and c.how != "estimated"), default=math.inf)
-        result = {"row": row.name, "ratio": ratio, "alone": found.today.step_ms / own, "fits": found.today.fits}
-        out[str(number)] = {**result, "answer": found.best.split.words(), "budget_s": budget_s}
-        fits = "" if found.today.fits else " (today's does not fit)"
-        words = f"{found.today.split.words()} -> {found.best.split.words()}{fits}"
-        print(f"{number:4} {ratio:6.3f} {result['alone']:6.3f}  {row.name}: {words}", flush=True)
-    return out
+        ratio, alone = present.step_ms / found.best.step_ms, present.step_ms / own
+        fits = "" if present.fits else " (today's does not fit)"
+        words = f"{present.split.words()} -> {found.best.split.words()}{fits}"
+        print(f"{number:4} {ratio:6.3f} {alone:6.3f}  {row.name}: {words}", flush=True)
+        yield (
+            number,
+            {
+                "row": row.name,
+                "ratio": ratio,
+                "alone": alone,
+                "fits": present.fits,
+                "today": present.split.words(),
+                "answer": found.best.split.words(),
+                "budget_s": budget_s,
+            },
+        )
+
+
+def show_published(kept: dict[str, Any], withheld: bool) -> None:
+    """How often answers were behind what was published."""
+    fitting = [row for row in kept.values() if row["fits"]]
+    refused = sum(row["ratio"] is None for row in kept.values())
+    unfit = sum(not row["fits"] for row in kept.values()) - refused
+    name = "ratio" if withheld else "alone"
+    short = sorted(row[name] for row in fitting if row[name] < 0.99)
+    worst = "".join(f", worst {short[0]:.3f}" for _ in short[:1])
+    told = "" if withheld else f"; the search without being told: behind by more than 1 % in {len(short)}{worst}"
+    behind = sum(row["ratio"] < (0.99 if withheld else 1.0 - 1e-9) for row in fitting)
+    print(
+        f"{len(kept)} published splits {'withheld' if withheld else 'as --today'}: worst ratio "
+        f"{min(row['ratio'] for row in fitting):.4f}, median {statistics.median(row['ratio'] for row in fitting):.3f}, "
+        f"behind: {behind}{told}; today's does not fit: {unfit}, no answer: {refused}"
+    )
 
 
 def numbers_of(text: str) -> list[int]:
@@ -301,27 +338,22 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=10.0, metavar="S", help="of every search (default: 10)")
     parser.add_argument("--wall", action="store_true", help="the budget is wall-clock time")
     parser.add_argument(
-        "--only", metavar="N,N", help="numbers of questions (of published runs with --today), from 1: 3,7 or 10-15"
+        "--only",
+        metavar="N,N",
+        help="numbers of questions (of published runs with --today or --withheld), from 1: 3,7 or 10-15",
     )
     parser.add_argument("--today", action="store_true", help="published splits as --today")
+    parser.add_argument("--withheld", action="store_true", help="published splits that the search does not know of")
     args = parser.parse_args()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if args.today:
-        kept = before.get("today", {})
-        kept |= with_today(args.budget, args.wall, None if args.only is None else numbers_of(args.only))
-        before["today"] = kept = dict(sorted(kept.items(), key=lambda item: int(item[0])))
-        fitting = [row for row in kept.values() if row["fits"]]
-        behind = sum(row["ratio"] < 1.0 - 1e-9 for row in fitting)
-        short = sum(row["alone"] < 0.99 for row in fitting)
-        unfit, refused = (
-            sum(not row["fits"] for row in kept.values()),
-            sum(row["ratio"] is None for row in kept.values()),
-        )
-        print(
-            f"{len(kept)} published splits as --today: worst ratio {min(row['ratio'] for row in fitting):.4f}, behind: "
-            f"{behind}; found by the search alone but more than 1 % slower: {short}; today's does not fit: "
-            f"{unfit - refused}, no answer: {refused}"
-        )
+    if args.today or args.withheld:
+        kept = before.setdefault("withheld" if args.withheld else "today", {})
+        only = None if args.only is None else numbers_of(args.only)
+        for number, result in with_today(args.budget, args.wall, only, args.withheld):
+            kept[str(number)] = result
+            RESULTS.write_text(json.dumps(before, indent=1) + "\n")
+        before["withheld" if args.withheld else "today"] = dict(sorted(kept.items(), key=lambda item: int(item[0])))
+        show_published(kept, args.withheld)
     else:
         numbers = numbers_of(args.only) if args.only else list(range(1, len(QUESTIONS) + 1))
         kept = before.get("questions", {})

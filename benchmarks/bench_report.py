@@ -8,6 +8,7 @@ what the page's own drawing takes, and the time from one frame to the next while
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def quantiles(values: list[float]) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -5,6 +5,7 @@ Prints a Markdown table; ratios are taken in one run. Run: python benchmarks/ben
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def large_plan() -> tuple[Plan, CostTable]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     plan, costs = large_plan()
     program = lower(plan, costs)
     operations = plan.table().stage.size + 2 * program.num_transfers

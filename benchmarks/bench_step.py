@@ -16,11 +16,13 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from one_line import needs_device, start
 
 from octopipe.cli.verbs.runnable import model_of
 from octopipe.costs.profile_file import Profile, load_profile
@@ -197,8 +199,9 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     ops, cell = GraphedOps({0: StageChain([(stage, False)])}, None, device), Cell(0, 0, False, False, False)
     slope = torch.full_like(leaf if isinstance(leaf, torch.Tensor) else leaf[0], 1e-3)
     host: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+    queued: dict[str, list[float]] = {"F": [], "I": [], "W": []}
 
-    def once(wait: bool) -> None:
+    def once(wait: bool, into: dict[str, list[float]] | None = None) -> None:
         for kind in "FIW":
             if wait:
                 torch.cuda.synchronize()
@@ -209,8 +212,8 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
                 ops.backward(cell, [slope], fused=False)
             else:
                 ops.weight(cell)
-            if wait:
-                host[kind].append(1e6 * (time.perf_counter() - began))
+            if into is not None:
+                into[kind].append(1e6 * (time.perf_counter() - began))
 
     for _ in range(ops.warm_up_steps):
         ops.begin_step()
@@ -218,7 +221,27 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         ops.end_step(whole=True)
     ops.begin_step()
     for _ in range(100):
-        once(True)
+        once(True, host)
+    for _ in range(30):  # as in a step: the device has work, and its queue has room
+        torch.cuda.synchronize()
+        once(False)
+        for _ in range(4):
+            once(False, queued)
+    # The same without the copies of the inputs, and the copy alone: what is left of an op's time is Python.
+    alone: dict[str, list[float]] = {"copy": [], "empty": []}
+    known = {key[2]: captured for key, captured in ops._graphs.items()}
+    parts: dict[str, Callable[[], None]] = {
+        f"launch {kind}": known[kind].graph.replay for kind in "FIW" if kind in known
+    }
+    if "I" in known:
+        parts["copy"] = lambda: known["I"].inputs.fill_gradients([slope])
+    parts["empty"] = lambda: None
+    for _ in range(100):
+        for part, act in parts.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            act()
+            alone.setdefault(part, []).append(1e6 * (time.perf_counter() - began))
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begun.record()
@@ -237,6 +260,8 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         "captured": ops.captured,
         "reasons": ops.reasons,
         "host_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in host.items()},
+        "queued_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in queued.items()},
+        "parts_us": {name: round(float(np.median(us)), 2) for name, us in alone.items() if us},
         "ops_ms": span_ms,
         "kernel_ms": kernel_ms,
         "idle_share": 1.0 - kernel_ms / span_ms,
@@ -311,6 +336,7 @@ def routed(run: TimedRun) -> list[float]:
 
 def main() -> None:
     args = parse()
+    needs_device(args.device)
     target = Path(args.out)
     target.parent.mkdir(parents=True, exist_ok=True)
     for phase in args.phases.split(","):
@@ -332,4 +358,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

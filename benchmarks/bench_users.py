@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from one_line import needs_device, start
 from user_setups import SETUPS
 
 from octopipe.costs.profile_file import Profile
-from octopipe.search.measured_tuning import Outcome
+from octopipe.search.measured_tuning import Outcome, reduced_ms
 from octopipe.simulation.contention import predict
 
 RANKS = 4
@@ -49,13 +51,28 @@ def task(seat: Any, args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - began
         gc.collect()
         torch.compiler.reset()  # shapes of the next set-up are its own, not variants of these
-        if args.device == "cuda":
-            # Made anew, and so counted, by the next set-up's profile, as in a process of its own.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+        left = _forget() if args.device == "cuda" else 0.0
         if world.rank == 0:
-            _write(name, profile, outcome, {**about, "seconds": round(seconds, 1), "ranks": world.size}, args)
+            _write(
+                name,
+                profile,
+                outcome,
+                {**about, "seconds": round(seconds, 1), "ranks": world.size, "left_gib": left},
+                args,
+            )
         seat.tell(f"{name}: {seconds:.0f} s, {outcome.best.name} {outcome.best.ran.step_ms:.1f} ms")
+
+
+def _forget() -> float:
+    """What libraries keep is made anew, and so counted, by the next set-up's profile, as in a process of its own: the
+    workspaces of cuBLAS, and the buffer in which Megatron-Core multiplies queries and keys. Returns the GiB left."""
+    kept = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
+    if kept is not None:
+        kept.buffer.clear()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return round(torch.cuda.memory_allocated() / (1 << 30), 3)
 
 
 def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str], None]) -> Any:
@@ -89,6 +106,7 @@ def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str],
         rounds=args.rounds,
         steps=args.steps,
         copies=(False, True) if args.copies else (False,),
+        timeout_s=args.timeout,
     )
     outcome = tune_on_ranks(world, job, tell=tell)
     layer_ms = {kind: profile.costs.layer_ms[i] for i, kind in enumerate(work.kinds)}
@@ -154,9 +172,10 @@ def _write(name: str, profile: Profile, outcome: Outcome, about: dict[str, Any],
     details = []
     for row, kept in zip(told["rows"], outcome.rows):
         predicted = predict(kept.plan, profile if row["round"] == 0 else outcome.profile)
-        row["final_error"] = predict(kept.plan, outcome.profile).makespan_ms / row["measured_ms"] - 1.0
+        row["final_error"] = reduced_ms(predict(kept.plan, outcome.profile)) / row["measured_ms"] - 1.0
         row["predicted_gib"] = list(predicted.peak_gib)
         row["ops_per_rank"] = max(len(order) for order in kept.plan.orders)
+        row["reduction_ms"] = round(reduced_ms(predicted) - predicted.makespan_ms, 2)
         row["load"] = round(float(np.sum(kept.ran.op_ms)) / kept.plan.num_ranks / kept.ran.step_ms, 4)
         spans = predicted.spans
         details.append(
@@ -251,6 +270,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=12.5, help="of the multiprocessors, per rank, in percent")
     parser.add_argument("--calls", action="store_true", help="call by call instead of CUDA graphs")
     parser.add_argument("--copies", action="store_true", help="also tuned plans that hold layers twice")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for another one")
     parser.add_argument("--deadline", type=float, default=1e6, help="start no set-up after so many seconds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it on a CPU")
@@ -261,6 +281,7 @@ def main() -> None:
     if args.tables:
         print(tables(args.tables))
         return
+    needs_device(args.device)
     from octopipe.runtime.measure.trial import on_ranks
 
     target = Path(args.out)
@@ -283,14 +304,15 @@ def main() -> None:
                 share = args.share if args.device == "cuda" else None
                 on_ranks(task, RANKS, args, device=args.device, timeout_s=900, listen=listen, share_percent=share)
                 break
-            except Exception as error:  # the set-up that failed is left out, the others go on
+            except Exception as error:  # the set-up that failed is run without copies or left out; the others go on
                 seen = [name for name in left if any(line.startswith(f"{name}: ") for line in heard)]
                 failed = seen[-1] if seen else left[0]
                 print(f"{failed}: {type(error).__name__}: {error}", flush=True)
-                left = left[left.index(failed) + 1 :]
+                left = left[left.index(failed) + (not args.copies) :]
+                args.copies = False
     if target.exists():
         print(tables([args.out]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -133,6 +133,8 @@ def simulate(
     if split_backward is not None or options or chunks is not None:
         raise OctoPipeError("a plan is decided already; leave split_backward, chunks and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(given, Plan | Program):
+        raise OctoPipeError(f"plan is a {type(given).__name__}; give a system's name, a plan file or a Plan")
     inner = given.plan if isinstance(given, Program) else given
     for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
         if asked is not None and asked != getattr(inner, name):
@@ -216,7 +218,8 @@ def compare(
     num_ranks: int,
     num_micro_batches: int | None = None,
     *,
-    names: Sequence[str] | None = None,
+    systems: Sequence[str] | str | None = None,
+    names: Sequence[str] | str | None = None,
     split_backward: bool = False,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     channel: Channel = "directed",
@@ -224,12 +227,17 @@ def compare(
     progress: CompareProgress | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Comparison:
-    """Every published system (or those in `names`) on one model, best first; each result has its plan.
+    """Every published system (or those in `systems`) on one model, best first; each result has its plan.
 
-    `recompute="auto"` recomputes as many layers as each system needs to fit.
+    `systems` is a list, or a string like "1f1b,zb-h1"; `names` is its former name. `recompute="auto"` recomputes as
+    many layers as each system needs to fit.
     """
     from octopipe.search.comparison import compare as run
 
+    if systems is not None and names is not None:
+        raise OctoPipeError("names is the former name of systems; give one of them")
+    chosen = names if systems is None else systems
+    chosen = [name.strip() for name in chosen.split(",")] if isinstance(chosen, str) else chosen
     count = _micro_batches(num_ranks, num_micro_batches)
     auto = setup.get("recompute") == "auto" and not isinstance(model, CostTable)
     first = {**setup, "recompute": "none"} if auto else setup
@@ -238,7 +246,7 @@ def compare(
         costs,
         num_ranks,
         count,
-        names=names,
+        names=chosen,
         recompute="auto" if auto else "none",
         price=_PriceOf(model, num_ranks, count, first) if auto else None,
         split_backward=split_backward,
@@ -276,6 +284,10 @@ def _costs(
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
         return model, {**carried(model), **_facts(model)}
+    if not isinstance(model, str | os.PathLike | ModelSpec):
+        raise OctoPipeError(
+            f"model is a {type(model).__name__}; give a preset's name, a file, a ModelSpec or a CostTable"
+        )
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again

@@ -240,7 +240,7 @@ def journey(home: Path, *, steps: int = 300, dtype: str = "float32", family: str
         "largest_evaluation_difference": max(abs(judged[k] - loss) for k, loss in evaluations.items()),
         "exported_loss": plain_loss(loaded, windows_of(home, "held")),
         "largest_weight_difference": max(
-            float((p - parameters[name]).abs().max()) for name, p in loaded.named_parameters()
+            float((p - parameters[name]).detach().abs().max()) for name, p in loaded.named_parameters()
         ),
     }
 
@@ -251,6 +251,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--family", choices=("llama", "gpt2"), default="llama")
     args = parser.parse_args()
+    if args.steps < 5:
+        parser.error("the run is interrupted after two fifths of its steps; give at least 5")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(journey(Path(folder), steps=args.steps, dtype=args.dtype, family=args.family), indent=1))

@@ -7,6 +7,7 @@ The searched plan depends on a seed and a count of moves, not on how fast this m
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import tempfile
@@ -182,6 +183,7 @@ def shot(page: Any, name: str) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     DOCS.mkdir(exist_ok=True)
     three = entries(*LARGE)
     title = f"Nemotron-H 56B on {LARGE[1]} ranks, {MICRO_BATCHES} micro-batches"

@@ -6,6 +6,7 @@ written from them, and a test compares the two.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from octopipe.costs.cluster.asking import keyword_fields
@@ -41,4 +42,5 @@ def text() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     FILE.write_text(text())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
     if hasattr(config, "workerinput") and importlib.util.find_spec("torch"):
         start_server()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Workers share the cores: a test computes with one thread, whatever the tests before it asked for."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -32,6 +40,23 @@ def two() -> Ranks:
 def four() -> Ranks:
     """A world of four ranks."""
     return shared_ranks(4)
+
+
+@pytest.fixture
+def only_sleeping_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which `time.sleep` takes exactly as long as asked, and everything else a microsecond per look at it:
+    what a profiler measures of layers that sleep does not depend on how busy the machine is."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    monkeypatch.setattr(time, "sleep", sleep)
 
 
 @pytest.fixture

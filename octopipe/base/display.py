@@ -32,6 +32,28 @@ def milliseconds(value: float) -> str:
     return f"{value:.{digits}f} ms"
 
 
+def parameter_count(number: float) -> str:
+    """Parameters of a model, in billions or millions.
+
+    >>> parameter_count(8.03e9), parameter_count(2.6e6), parameter_count(812)
+    ('8.03 B', '2.60 M', '812')
+    """
+    if number >= 1e8:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.2f} M" if number >= 1e4 else f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time to wait, to the second, minute or tenth of an hour.
+
+    >>> duration(0.2), duration(42.4), duration(400), duration(9000)
+    ('1 s', '42 s', '7 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def one_line(kind: str, *facts: str) -> str:
     """A `repr` that fits a line.
 

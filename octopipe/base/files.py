@@ -105,7 +105,8 @@ def check_format(tag: object, known: str, where: str) -> None:
     family = known.split("/")[0]
     if isinstance(tag, str) and tag.startswith(family + "/"):
         raise OctoPipeError(f"{where}: format {brief(tag)} is newer than {known!r}; update octopipe")
-    raise OctoPipeError(f"{where}: format is {brief(tag)}; expected {known!r}")
+    found = 'it has no "format"' if tag is None else f"its format is {brief(tag)}"
+    raise OctoPipeError(f"{where}: {found}; expected {known!r}")
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:

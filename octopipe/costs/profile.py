@@ -95,11 +95,10 @@ class Profile:
             }
             for (a, b), link in sorted(c.network.pairs.items())
         ]
-        if c.host_link is not None:
-            rate = c.host_link.ms_per_byte
-            out["host_link"] = {
-                "latency_ms": c.host_link.latency_ms, "gb_per_s": 1e-6 / rate if rate > 0 else None
-            }  # fmt: skip
+        for name, link in (("host_link", c.host_link), ("copy_sum", c.copy_sum)):
+            if link is not None:
+                rate = link.ms_per_byte
+                out[name] = {"latency_ms": link.latency_ms, "gb_per_s": 1e-6 / rate if rate > 0 else None}
         out["rank_slowdown"] = list(c.rank_slowdown)
         if c.rank_memory_bytes:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]

@@ -50,7 +50,9 @@ def load_profile(path: str | Path) -> Profile:
 def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "profile") -> Profile:
     """The profile in an already decoded JSON object; `where` opens every error line."""
     tag = file.get("format")
-    if isinstance(tag, str) and tag.startswith("octopipe.profile"):
+    if tag is None and "pattern" not in file and ("model_type" in file or "architectures" in file):
+        raise OctoPipeError(f"{where}: a Hugging Face config, not a profile; `octopipe profile {where}` writes one")
+    if isinstance(tag, str) and tag.startswith("octopipe.") and not tag.startswith("octopipe.layer-times"):
         check_format(tag, FORMAT, where)
     model = file.get("model")
     costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
@@ -62,8 +64,9 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
         costs = costs.replace(network=Network(intra=worst, inter=worst, pairs=pairs))
-    if file.get("host_link") is not None:
-        costs = costs.replace(host_link=_link(file["host_link"], f'{where}: "host_link"'))
+    for key in ("host_link", "copy_sum"):
+        if file.get(key) is not None:
+            costs = costs.replace(**{key: _link(file[key], f'{where}: "{key}"')})
     slow = file.get("rank_slowdown")
     if slow is not None and slow != []:
         costs = costs.replace(rank_slowdown=tuple(_ranks(slow, f'{where}: "rank_slowdown"', most=MAX_RATIO)))

@@ -34,6 +34,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.lengths import Batch
 from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
+from octopipe.models.towers import Join
 from octopipe.models.zoo import PRESETS, names, preset, suggestion
 
 if TYPE_CHECKING:
@@ -177,7 +178,9 @@ def resolve_costs(
                 f"{found.model}: lengths need a preset or a config; a file of times covers one length only"
             )
         return _measured(found, setup, gpu_given=gpu_given)
-    setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
+    setup = replace(setup, seq=_default_seq(found) if setup.seq is None else setup.seq)
+    if len(setup.images) > 1 and setup.micro_batches is None:
+        setup = setup.with_micro_batches(max(1, len(setup.images) // setup.micro_batch_size))
     if "tp" not in asked:
         setup = replace(setup, tp=tensor_parallel(found, setup))
     table = costs_of_setup(found, setup, micro_batch_tokens=setup.micro_batch_tokens or None, batch=batch)
@@ -188,6 +191,12 @@ def resolve_costs(
         tokens_per_micro_batch=max(1, round(setup.tokens_per_pipeline / len(batch.groups))),
         model_flops=None if table.model_flops is None else share * table.model_flops,
     )
+
+
+def _default_seq(spec: ModelSpec) -> int:
+    """The usual length, or all that the decoder of an encoder-decoder has learned positions for."""
+    learned = [join.embedding.positions for join in spec if isinstance(join, Join) and join.embedding is not None]
+    return min([DEFAULT_SEQ, *(count for count in learned if count)])
 
 
 def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -276,6 +285,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
         limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)
     return table.replace(
         network=network,
+        copy_sum=table.copy_sum if network is table.network else None,
         host_link=setup.host_link or table.host_link or (cluster.host_link if gpu_given else None),
         rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
         rank_memory_bytes=limits,

@@ -79,6 +79,10 @@ class CostTable:
     network: Network = field(default_factory=lambda: Network.constant(0.0))
     host_link: Link | None = None
     """Between a rank and its host's memory, each way; None: not known, and nothing can be offloaded."""
+    copy_sum: Link | None = None
+    """Measured: the link over which two ranks that hold the same layer sum its gradients. None: the network's link
+    between the two. Ranks that share a GPU share its way to the host's memory, so that a sum, in which both send and
+    receive at once, takes longer than a transfer."""
     rank_slowdown: tuple[float, ...] = ()
     """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
     rank_memory_bytes: tuple[float, ...] = ()
@@ -287,13 +291,17 @@ class CostTable:
                 out["mfu"] = flops / (1e3 * peak)
         return out
 
+    def sum_link(self, one: int, other: int) -> Link:
+        """The link over which two ranks sum the gradients of layers that both hold."""
+        return self.network.link(one, other) if self.copy_sum is None else self.copy_sum
+
     def digest(self) -> str:
         """Short hash of everything that changes a prediction; plans carry it as provenance. The link to the host's
         memory is left out: it changes nothing for plans that do not offload, and those kept their digests."""
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            optional = f.name in ("tied_bytes", "segments", "repeatable")
+            optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum")
             if f.name in ("setup", "model_flops", "mode", "host_link") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())

@@ -1,4 +1,4 @@
-"""Splits causal language models of Hugging Face transformers into layers that `octopipe.Pipeline` runs.
+"""Splits language models of Hugging Face transformers into layers that `octopipe.Pipeline` runs.
 
 Knows: transformers (imported when it is used). Does not know: model families by name; a model is split according to
 what its own forward does.

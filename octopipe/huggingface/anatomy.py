@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.provenance import Provenance
 from octopipe.huggingface.shell import (
     Beside,
-    Desk,
+    LayerAnswers,
     Refused,
     as_layer_returns,
     collect,
@@ -37,6 +37,7 @@ from octopipe.huggingface.shell import (
     text_config,
     zeros_like_all_of,
 )
+from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
 
 BATCH, TOKENS = 3, 7
 """The trace's batch: sizes that no width of a model equals by chance."""
@@ -125,15 +126,19 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_like(value, device="meta")
 
 
-def trace(model: nn.Module) -> Anatomy:
-    """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
-    path, layers = find_layers(model)
+def refuse_random_depth(model: nn.Module) -> None:
+    """Layers that are skipped at random have no place in a plan."""
     dropped = max((float(getattr(m, "layerdrop", 0.0) or 0.0) for m in model.modules()), default=0.0)
     if dropped > 0:
         raise OctoPipeError(
             f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a plan cannot; "
             "set it to 0 in the config"
         )
+
+
+def trace(model: nn.Module) -> Anatomy:
+    """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
+    path, layers = find_layers(model)
     reason = problem = ""
     for returns in range(4):
         try:
@@ -160,9 +165,11 @@ class _Trace:
         self.takes: list[dict[int, int]] = []
         self.batch_dim = 0
         self.containers: dict[int, int] = {}
+        self.provenance = Provenance()
+        """Autograd does not show what a forward computes from parameters without gradients."""
 
     def run(self) -> Anatomy:
-        shell, desk = shell_of(
+        shell, answers = shell_of(
             self.model,
             self.path,
             lambda name, old: (
@@ -179,11 +186,15 @@ class _Trace:
             if not name.startswith(f"{self.path}."):
                 own = [*vars(module).get("_parameters", {}).values(), *vars(module).values()]
                 module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
-        desk.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
+        answers.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         # Stand-ins have no routers; what those say is `routers.py`'s business.
         asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
-        with watch:
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        for name, value in self._named(shell):
+            if name in parameters:
+                self.provenance.name(value, name)
+        with self.provenance, watch:
             out = shell(input_ids=ids, use_cache=False, **asked)
         if len(self.takes) != self.count:
             raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers")
@@ -201,7 +212,7 @@ class _Trace:
             head_names=frozenset(used["head"]),
             carried=tuple(self.carried),
             takes=tuple(self.takes),
-            needs_ids=self._needs_ids(shell, desk),
+            needs_ids=self._needs_ids(shell, answers),
         )
 
     def _named(self, shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -212,7 +223,7 @@ class _Trace:
     def _visit(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], watch: _Watch) -> Any:
         if k != len(self.takes):
             raise Refused(f"its forward runs layer {k} out of order or more than once")
-        with torch._C.DisableTorchFunction():
+        with WithoutFunctionModes():
             leaves, _ = leaves_of(args, kwargs)
             at = hidden_leaf(leaves)
             hidden = leaves[at]
@@ -233,7 +244,7 @@ class _Trace:
         """Whether a leaf must travel with the hidden state; refuses what could not."""
         if isinstance(leaf, Tensor):
             if not leaf.requires_grad:
-                return False
+                return bool(self.provenance.of(leaf))
             made_of: tuple[Tensor | None, ...] = ()
             if self.outputs:
                 made_of = torch.autograd.grad(leaf.sum(), self.outputs, allow_unused=True, retain_graph=True)
@@ -262,12 +273,12 @@ class _Trace:
         self.carried.append((k, i))
         return len(self.kept) - 1
 
-    def _needs_ids(self, shell: nn.Module, desk: Desk) -> bool:
+    def _needs_ids(self, shell: nn.Module, answers: LayerAnswers) -> bool:
         """Whether other tokens give other arguments (embeddings are zeros here, so through them none)."""
         seen = []
         vocab = int(getattr(text_config(self.model), "vocab_size", 2))
         for ids in (torch.zeros(BATCH, TOKENS, dtype=torch.long), torch.arange(BATCH * TOKENS).view(BATCH, -1) % vocab):
-            got = collect(shell, desk, self.count, self.returns, {"input_ids": ids})
+            got = collect(shell, answers, self.count, self.returns, {"input_ids": ids})
             seen.append([leaf.detach() for leaves, _, _ in got for leaf in leaves if isinstance(leaf, Tensor)])
         same = len(seen[0]) == len(seen[1])
         return not (same and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*seen)))

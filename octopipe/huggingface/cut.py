@@ -1,7 +1,8 @@
-"""`layers`: a causal language model of transformers as a list of layers for `octopipe.Pipeline`.
+"""`layers`: a language model of transformers as a list of layers for `octopipe.Pipeline`.
 
-Knows: which piece holds which parameters, their names in the model, and which are tied. Does not know: plans, how a
-piece runs (`pieces.py`), or where a model can be split (`anatomy.py`).
+Knows: which piece holds which parameters, their names in the model, and which are tied; that models with towers or an
+encoder, and those whose layers share tensors, are cut in sections (`section_cut.py`). Does not know: plans, how a piece
+runs (`pieces.py`), or where a model can be split (`anatomy.py`, `sections.py`).
 
     parts = octopipe.huggingface.layers("path/to/model")           # or a config, or a model (with LoRA, frozen, ...)
     pipe = octopipe.Pipeline(parts, plan, parts.loss_fn)
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.anatomy import Anatomy, trace
+from octopipe.huggingface.anatomy import Anatomy, refuse_random_depth, trace
+from octopipe.huggingface.examples import ROWS, TOKENS, example_of, takes_more_than_tokens
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
+from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.routers import routers_of
+from octopipe.huggingface.section_cut import SectionCut, describe_layer
+from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
 from octopipe.huggingface.source import build_on_meta, inner_model, read_config
 from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
@@ -44,20 +49,25 @@ def layers(
     attention: str | None = None,
     pretrained: bool | None = None,
     liger: bool = False,
+    example: Mapping[str, Any] | None = None,
 ) -> LayerList:
-    """The layers of a causal language model: embedding, blocks, and norm with head, in the family's own code.
+    """The layers of a language model: embedding, blocks, and norm with head, in the family's own code.
+
+    A model with a vision or audio tower, or with an encoder, has the layers of all its stacks, in the order in which
+    its forward runs them, and a piece wherever something else is computed between two of them.
 
     `source`: a model that is built already (its parameters are used as they are), a config, or the path of a
     `config.json` or of a model's folder. From a path or a config every entry is a factory: memory is taken for the
     layers a rank holds, on `device`. A folder's safetensors are read (`pretrained=False`: not); otherwise weights are
     drawn from `seed` and the parameters' names, the same under every plan. `num_layers` counts embedding and head.
     `attention`: transformers' name of an attention implementation. `liger`: with liger_kernel's norms and products.
+    `example`: inputs of a small batch, for models that take more than tokens; for usual ones it is made up.
     """
     if isinstance(source, nn.Module):
         if num_layers is not None or pretrained or attention is not None or liger:
             raise OctoPipeError("num_layers, attention, liger and pretrained are for a config or a path, no model")
         model = inner_model(source)
-        return LayerList(_Cut(model, trace(model), None))
+        return LayerList(_cut(model, None, None, example))
     folder = Path(source) if isinstance(source, str | os.PathLike) and Path(source).is_dir() else None
     if pretrained and (folder is None or not has_weights(folder)):
         raise OctoPipeError(f"{source}: no safetensors to read; give the folder of a model")
@@ -70,13 +80,28 @@ def layers(
     if liger:
         put_liger(model)
     weights = Weights(model, seed=seed, device=torch.device(device), folder=folder)
-    return LayerList(_Cut(model, trace(model), weights, device=torch.device(device)))
+    return LayerList(_cut(model, weights, torch.device(device), example))
+
+
+def _cut(
+    model: nn.Module, weights: Weights | None, device: torch.device | None, example: Mapping[str, Any] | None
+) -> _Cut | SectionCut:
+    """One stack of layers is cut as such if it can be; everything else in sections."""
+    refuse_random_depth(model)
+    if example is None and not takes_more_than_tokens(model):
+        try:
+            return _Cut(model, trace(model), weights, device)
+        except OctoPipeError:
+            tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
+            return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
+    example = example_of(model) if example is None else example
+    return SectionCut(model, trace_sections(model, example), weights, device, example)
 
 
 class LayerList(list[Factory | nn.Module]):
     """What `Pipeline` takes, with the model's own loss and names beside."""
 
-    def __init__(self, cut: _Cut):
+    def __init__(self, cut: _Cut | SectionCut):
         super().__init__(cut.pieces())
         self._cut = cut
         self.config: Any = cut.model.config
@@ -85,12 +110,30 @@ class LayerList(list[Factory | nn.Module]):
     @cached_property
     def loss_fn(self) -> CausalLoss:
         """The model's own loss of the last layer's output; see `CausalLoss` for targets."""
-        return CausalLoss(self._cut.model)
+        return self._cut.loss()
 
     @cached_property
     def shifted_loss(self) -> ShiftedLoss:
         """The same against the next tokens themselves."""
-        return ShiftedLoss(self._cut.model)
+        return ShiftedLoss(self._cut.model, self.loss_fn.function)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Per layer: the model's list of layers that it belongs to, `embedding` or `head`."""
+        return self._cut.stacks()
+
+    @property
+    def example(self) -> Mapping[str, Any] | None:
+        """The batch on which the model's forward was followed; None where it takes tokens alone."""
+        found = getattr(self._cut, "example", None)
+        return None if found is None or set(found) == {"input_ids"} else found
+
+    @property
+    def num_tower_layers(self) -> int:
+        """Layers before the piece at which a tower or an encoder joins the decoder; 0: there is none."""
+        named = [k for k, name in enumerate(self.stacks) if name not in ("embedding", "passage", "head")]
+        before = [k for k in named if self.stacks[k] != self.stacks[named[-1]]] if named else []
+        return before[-1] + 1 if before else 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -174,12 +217,12 @@ class _Cut:
                 return old
             return allocated(old, self.device)
 
-        shell, desk = shell_of(model, anatomy.path, tensor)
+        shell, answers = shell_of(model, anatomy.path, tensor)
         if self.weights is not None:
             held = {n for n, _ in shell.named_parameters(remove_duplicate=False)}
             self.weights.fill(shell, "", [n for n, _ in outside(model, anatomy.path) if n in held])
         missing = [(n, p) for name, p in missing for n in self._names_of(p)]
-        return Head(shell, desk, anatomy, missing, self.routers) if head else Embed(shell, desk, anatomy)
+        return Head(shell, answers, anatomy, missing, self.routers) if head else Embed(shell, answers, anatomy)
 
     def _names_of(self, parameter: Tensor) -> list[str]:
         if not hasattr(self, "_by_id"):
@@ -215,12 +258,17 @@ class _Cut:
             ends.append(sum(held.values()))
         return (ends[0], *(sum(p.numel() for p in block.parameters()) for block in blocks), ends[1])
 
+    def loss(self) -> CausalLoss:
+        if uses_its_loss_function(self.model):
+            return CausalLoss(self.model)
+        tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
+        return own_loss(self.model, self.anatomy.path, tokens, lambda _: self.anatomy.returns)
+
+    def stacks(self) -> tuple[str, ...]:
+        return ("embedding", *[self.anatomy.path] * self.anatomy.num_layers, "head")
+
     def kinds(self) -> tuple[str, ...]:
-        named = []
-        for layer in self.model.get_submodule(self.anatomy.path).children():
-            kind = next((str(v) for v in (getattr(layer, n, None) for n in _KIND_NAMES) if isinstance(v, str)), "")
-            parts = "+".join(dict.fromkeys(_working_parts(layer)))
-            named.append(" ".join(filter(None, (type(layer).__name__, kind, f"({parts})" if parts else ""))))
+        named = map(describe_layer, self.model.get_submodule(self.anatomy.path).children())
         return ("embedding", *named, "norm, head and loss")
 
     def groups(self) -> tuple[int, ...]:
@@ -240,18 +288,6 @@ class _Factory:
 
     def __call__(self) -> nn.Module:
         return self._cut._make(self._number)
-
-
-_KIND_NAMES = ("layer_type", "block_type", "attention_type", "layer_kind")
-
-
-def _working_parts(layer: nn.Module) -> list[str]:
-    """The children that do the work, norms left out."""
-    return [
-        type(child).__name__
-        for child in layer.children()
-        if any(p.ndim > 1 for p in child.parameters()) and "Norm" not in type(child).__name__
-    ]
 
 
 __all__ = ["LayerList", "layers"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object
 from octopipe.huggingface.cut import LayerList, layers
+from octopipe.huggingface.inputs import InputForm, form_of, with_items
+from octopipe.huggingface.source import config_for, has_towers, model_class, read_config
 from octopipe.huggingface.weights import has_weights
 from octopipe.models.readers.hf_config import from_config
 
@@ -25,8 +28,8 @@ from octopipe.models.readers.hf_config import from_config
 class HfModel:
     """Has what a `ModelSpec` is asked for where a model is run rather than priced."""
 
-    source: str
-    """Path of a config.json or of a model's folder."""
+    source: str | dict[str, Any]
+    """Path of a config.json or of a model's folder, or a preset's config."""
     name: str
     class_name: str
     """The transformers class whose code runs."""
@@ -48,6 +51,8 @@ class HfModel:
     """Of the config, by torch's name."""
     layer_parameters: tuple[int, ...] = ()
     """Of every layer; a parameter that both ends use counts at both."""
+    inputs: InputForm | None = None
+    """What a micro-batch consists of, where that is more than tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -72,20 +77,34 @@ class HfModel:
 
 
 def describe(
-    source: str | os.PathLike[str], *, num_layers: int | None = None, attention: str | None = None, liger: bool = False
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    num_layers: int | None = None,
+    attention: str | None = None,
+    liger: bool = False,
+    images: tuple[float, ...] = (),
+    encoder_seq: int | None = None,
+    seq: int = 0,
+    name: str = "",
 ) -> HfModel:
-    """The facts of the model at a path; whatever cannot be trained is refused here, before a process starts."""
-    path = Path(source)
-    pretrained = path.is_dir() and has_weights(path)
-    parts = layers(path, num_layers=num_layers, attention=attention, liger=liger)
+    """The facts of the model at a path, or of a preset's config; whatever cannot be trained is refused here, before a
+    process starts. `images` and `encoder_seq` concern models with a tower or an encoder, for sequences of `seq`."""
+    given: Any = dict(source) if isinstance(source, Mapping) else Path(source)
+    path = given if isinstance(given, Path) else None
+    pretrained = path is not None and path.is_dir() and has_weights(path)
+    _refuse_layers_of_towers(given, num_layers)
+    parts = layers(given, num_layers=num_layers, attention=attention, liger=liger)
     _ = parts.loss_fn
-    name = path.resolve().name if path.is_dir() else path.resolve().parent.name if path.stem == "config" else path.stem
+    if path is not None:
+        folder = path if path.is_dir() else path.parent if path.stem == "config" else None
+        name = path.stem if folder is None else folder.resolve().name
+    name = name or parts.config.model_type
     return HfModel(
-        source=str(path.resolve()),
-        name=name or parts.config.model_type,
+        source=given if path is None else str(path.resolve()),
+        name=name,
         class_name=parts.class_name,
         kinds=parts.kinds,
-        pattern=_pattern(path, parts),
+        pattern=_pattern(given, parts),
         groups=parts.groups,
         hidden=int(_hidden(parts.config)),
         vocab=parts.vocab,
@@ -94,14 +113,45 @@ def describe(
         shortened=num_layers is not None,
         attention=attention,
         liger=liger,
-        dtype=_dtype(path),
+        dtype=_dtype(given),
         layer_parameters=parts.layer_parameters,
+        inputs=_inputs(parts, name, images, encoder_seq, seq),
     )
 
 
-def _dtype(path: Path) -> str | None:
+def _inputs(
+    parts: LayerList, name: str, images: tuple[float, ...], encoder_seq: int | None, seq: int
+) -> InputForm | None:
+    if parts.example is None:
+        if images or encoder_seq is not None:
+            raise OctoPipeError(
+                f"{name} has no tower and no encoder; --images and --encoder-seq have no effect; leave them out"
+            )
+        return None
+    form = form_of(parts.example, parts.config, num_tower_layers=parts.num_tower_layers, vocab=parts.vocab, where=name)
+    return with_items(form, parts.config, images=images, encoder_seq=encoder_seq, seq=seq, where=name)
+
+
+def _refuse_layers_of_towers(source: Any, num_layers: int | None) -> None:
+    config = read_config(source)
+    several = getattr(config, "is_encoder_decoder", False) or (has_towers(config) and not _names_text_model(config))
+    if several and num_layers is not None:
+        raise OctoPipeError(
+            f"{config.model_type} has several stacks of layers, and --layers would not say which to cut; write a "
+            "config.json with fewer layers"
+        )
+
+
+def _names_text_model(config: Any) -> bool:
+    cls = model_class(config)
+    return config_for(cls, config) is not config
+
+
+def _dtype(source: Any) -> str | None:
     """What the file itself says: transformers overwrites a config's own word with what the model was built in."""
-    file = read_json_object(path / "config.json" if path.is_dir() else path)
+    file = source
+    if isinstance(source, Path):
+        file = read_json_object(source / "config.json" if source.is_dir() else source)
     for part in (file, file.get("text_config")):
         found = (part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
         if isinstance(found, str):
@@ -114,10 +164,10 @@ def _hidden(config: Any) -> int:
     return next((int(v) for v in (getattr(text, k, None) for k in ("hidden_size", "n_embd", "d_model")) if v), 0)
 
 
-def _pattern(path: Path, parts: LayerList) -> str:
+def _pattern(source: Any, parts: LayerList) -> str:
     """The planner's symbols where it reads this config layer by layer, else a letter per kind of layer."""
     try:
-        spec = from_config(path)
+        spec = from_config(source, known_families=True)
         known = spec.without_mtp().pattern if any(layer.symbol == "P" for layer in spec) else spec.pattern
         if len(known) >= len(parts) and len(parts) > 2:
             known = known[: len(parts) - 1] + known[-1]

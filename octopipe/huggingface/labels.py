@@ -12,8 +12,7 @@ models' forwards.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from octopipe.huggingface.shell import text_config
 from octopipe.runtime.stages.shards import MeanCrossEntropy
 
 IGNORED = -100
+ALL_LABELS = "num_labels_in_batch"
+"""Beside `num_items_in_batch` (labels that have a token before them): all labels, which aligned losses count."""
 
 
 class CausalLoss:
@@ -34,20 +35,16 @@ class CausalLoss:
     auxiliary loss.
     """
 
-    def __init__(self, model: nn.Module):
-        if "loss_function" not in inspect.getsource(inspect.unwrap(type(model).forward)):
-            raise OctoPipeError(
-                f"{type(model).__name__} computes its loss by hand in its forward; give Pipeline a loss of your own "
-                "(the last layer's output are the logits)"
-            )
-        self._function = model.loss_function
+    def __init__(self, model: nn.Module, function: Callable[..., Tensor] | None = None):
+        """`function`: what the model's forward computes, where that is not its `loss_function`."""
+        self.function: Any = function or model.loss_function
         text = text_config(model)
         weights = (getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_alpha"))
         self._router_weight = float(next((w for w in weights if w is not None), 0.0))
 
     def of_shards(self) -> ShardedCausalLoss:
         """The same made of the shards of a cut head."""
-        if getattr(self._function, "__name__", "") != "ForCausalLMLoss":
+        if getattr(self.function, "__name__", "") != "ForCausalLMLoss":
             raise OctoPipeError(
                 "the model has a loss of its own, which is not made of shards; use a plan with a whole head"
             )
@@ -59,10 +56,38 @@ class CausalLoss:
             raise OctoPipeError("the target has neither labels nor shift_labels; give one of them")
         logits, extra = (output, None) if isinstance(output, Tensor) else output
         given.setdefault("labels", None)
-        loss = self._function(logits=logits, vocab_size=logits.shape[-1], **given)  # type: ignore[operator]
+        if not isinstance(self.function, AlignedLoss):
+            given.pop(ALL_LABELS, None)
+        loss = self.function(logits=logits, vocab_size=logits.shape[-1], **given)
         if extra is None or not isinstance(extra, Tensor):
             return loss  # type: ignore[no-any-return]
         return loss + self._router_weight * extra.to(loss.device)  # type: ignore[no-any-return]
+
+
+class AlignedLoss:
+    """The mean cross-entropy against labels that stand where their logits do: what encoder-decoders train with."""
+
+    def __call__(
+        self,
+        *,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **counts: Any,
+    ) -> Tensor:
+        wanted = labels if labels is not None else shift_labels
+        assert wanted is not None  # `CausalLoss` has asked for one of them
+        flat = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        items = counts.get(ALL_LABELS, num_items_in_batch)
+        loss = nn.functional.cross_entropy(
+            flat.reshape(-1, vocab_size),
+            wanted.reshape(-1).to(logits.device),
+            ignore_index=IGNORED,
+            reduction="mean" if items is None else "sum",
+        )
+        return loss if items is None else loss / items
 
 
 class ShiftedLoss(CausalLoss):
@@ -95,25 +120,52 @@ class ShardedCausalLoss(MeanCrossEntropy):
 
 
 def micro_batches(
-    batch: Mapping[str, Any], count: int, *, num_items: Tensor | int | None = None
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    count: int | None = None,
+    *,
+    num_items: Tensor | int | None = None,
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """A batch as transformers' Trainer makes it, as inputs and targets of `count` micro-batches (as equal as they
     can be). The mean of their losses is the loss of the batch, however labels are spread.
 
-    `num_items`: labels that count in the whole step, where that is more than this batch (data parallelism: the mean
-    over replicas); default: those of this batch that are not -100 and have a token before them.
+    A list of batches is taken as the micro-batches themselves: for models whose inputs are not one row per sequence
+    (images, audio). `num_items`: labels that count in the whole step, where that is more than this batch (data
+    parallelism: the mean over replicas); default: those of this batch that are not -100 and have a token before them.
     """
+    parts = list(batch) if isinstance(batch, Sequence) else _split(batch, count)
+    if count is not None and count != len(parts):
+        raise OctoPipeError(f"{len(parts)} batches for {count} micro-batches; give one batch for each")
+    for part in parts:
+        if not isinstance(part.get("labels"), Tensor):
+            raise OctoPipeError("the batch needs the tensor labels; the tokens may serve as both")
+    labels = [part["labels"] for part in parts]
+    share = torch.stack([(part[..., 1:] != IGNORED).sum() for part in labels]).sum() / len(parts)
+    every = torch.stack([(part != IGNORED).sum() for part in labels]).sum() / len(parts)
+    if num_items is not None:
+        share = torch.as_tensor(num_items) / len(parts)
+        every = share
+    inputs = [
+        {k: v for k, v in part.items() if k not in ("labels", "num_items_in_batch") and v is not None} for part in parts
+    ]
+    return inputs, [{"labels": part, "num_items_in_batch": share, ALL_LABELS: every} for part in labels]
+
+
+def _split(batch: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
+    """The rows of a batch as so many batches."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or not isinstance(batch.get("input_ids"), Tensor):
+    others = [k for k, v in batch.items() if isinstance(v, Tensor) and k != "labels"]
+    if not isinstance(labels, Tensor) or not others:
         raise OctoPipeError("the batch needs the tensors input_ids and labels; the tokens may serve as both")
+    if count is None:
+        raise OctoPipeError("micro_batches needs the number of micro-batches of one batch; give count")
     rows = labels.shape[0]
     if count > rows:
         raise OctoPipeError(f"{rows} sequences for {count} micro-batches; give at least one to each")
-    inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch") and v is not None}
-    for name, value in inputs.items():
+    named = {k: v for k, v in batch.items() if k != "num_items_in_batch" and v is not None}
+    for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[0] != rows:
-            raise OctoPipeError(f"{name} has not {rows} rows as the labels do; give one row per sequence")
-    total = (labels[..., 1:] != IGNORED).sum() if num_items is None else torch.as_tensor(num_items)
-    share = total / count
-    parts = [dict(zip(inputs, row)) for row in zip(*(v.tensor_split(count) for v in inputs.values()))]
-    return parts, [{"labels": part, "num_items_in_batch": share} for part in labels.tensor_split(count)]
+            raise OctoPipeError(
+                f"{name} has not {rows} rows as the labels do; give one row per sequence, or a list with one batch for "
+                "each micro-batch"
+            )
+    return [dict(zip(named, row)) for row in zip(*(v.tensor_split(count) for v in named.values()))]

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy
 from octopipe.huggingface.shell import (
-    Desk,
+    LayerAnswers,
     Unpacked,
     as_layer_returns,
     collect,
@@ -30,6 +29,7 @@ from octopipe.huggingface.shell import (
     zeros_like_all_of,
 )
 from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
+from octopipe.runtime.torch_private import pytree
 
 SIDE = ("attention_mask", "position_ids")
 """Inputs that every layer's arguments may depend on."""
@@ -54,9 +54,11 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 class Recorder:
     """Every layer's arguments, by shape, from the model's own forward without its layers. One per rank."""
 
+    octopipe_no_state = True  # caches that depend on shapes alone (`runtime/stages/places.py`)
+
     def __init__(self, model: nn.Module, anatomy: Anatomy):
         self._model, self._anatomy = model, anatomy
-        self._shells: dict[Any, tuple[nn.Module, Desk]] = {}
+        self._shells: dict[Any, tuple[nn.Module, LayerAnswers]] = {}
         self._known: dict[Any, list[Any]] = {}
         self._in_graphs: set[Any] = set()
         """Shapes whose arguments CUDA graphs read."""
@@ -93,33 +95,33 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():
             return collect(*shell, self._anatomy.num_layers, self._anatomy.returns, {**ids, **side})
 
-    def _shell(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Desk]:
+    def _shell(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, LayerAnswers]:
         def tensor(name: str, old: Tensor) -> Tensor:
             if isinstance(old, nn.Parameter):
                 return zeros_like_all_of(old, device, dtype)
             return real_buffer(old, device)
 
         with torch.no_grad():
-            shell, desk = shell_of(self._model, self._anatomy.path, tensor)
+            shell, answers = shell_of(self._model, self._anatomy.path, tensor)
         fill_buffers(self._model, shell)
         shell.eval()
         for module in shell.modules():
             module.requires_grad_(False)
-        return shell, desk
+        return shell, answers
 
 
 class Embed(nn.Module):
     """Everything before the first layer."""
 
-    def __init__(self, shell: nn.Module, desk: Desk, anatomy: Anatomy):
+    def __init__(self, shell: nn.Module, answers: LayerAnswers, anatomy: Anatomy):
         super().__init__()
         self.model = shell
-        self._desk, self._anatomy = desk, anatomy
+        self._answers, self._anatomy = answers, anatomy
 
     def forward(self, batch: Any) -> Any:
         anatomy, inputs = self._anatomy, inputs_of(batch)
         stop = 1 + max((k for k, _ in anatomy.carried), default=0)
-        got = collect(self.model, self._desk, stop, anatomy.returns, inputs)
+        got = collect(self.model, self._answers, stop, anatomy.returns, inputs)
         leaves, _, at = got[0]
         beside = {name: inputs[name] for name in SIDE if name in inputs}
         if anatomy.needs_ids:
@@ -196,11 +198,13 @@ class _Silence:
 class Head(nn.Module):
     """Everything behind the last layer: the model's own norm, projection and what it does to the logits."""
 
-    def __init__(self, shell: nn.Module, desk: Desk, anatomy: Anatomy, missing: list[tuple[str, Tensor]], routers: Any):
+    def __init__(
+        self, shell: nn.Module, answers: LayerAnswers, anatomy: Anatomy, missing: list[tuple[str, Tensor]], routers: Any
+    ):
         """`missing`: parameters of the embedding, of which the shell's forward needs shapes alone."""
         super().__init__()
         self.model = shell
-        self._desk, self._anatomy, self._missing, self._routers = desk, anatomy, missing, routers
+        self._answers, self._anatomy, self._missing, self._routers = answers, anatomy, missing, routers
         self._on: torch.device | None = None
 
     def forward(self, value: Any) -> Any:
@@ -219,7 +223,7 @@ class Head(nn.Module):
                 out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
             return as_layer_returns(out, anatomy.returns)
 
-        with self._desk.asked(visit), Unpacked(inputs):
+        with self._answers.given_by(visit), Unpacked(inputs):
             if self._routers is None:
                 return self.model(**inputs, use_cache=False).logits
             said = {name: logits for name, logits in beside.items() if name.startswith("router_")}

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.torch_private import pytree
 
 Replacement = Callable[[str, Tensor], Tensor]
 
@@ -39,14 +39,15 @@ class Stop(Exception):
     """Ends a forward that has shown what was wanted."""
 
 
-class Desk:
-    """What the stand-ins of one shell report to; `visit(number, args, kwargs)` gives a layer's output."""
+class LayerAnswers:
+    """What all stand-ins of one shell answer a call with: `visit(number, args, kwargs)` returns the layer's output."""
 
     visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
     @contextmanager
-    def asked(self, visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """For one forward: what it has seen, hidden states with their graphs, must not outlive it here."""
+    def given_by(self, visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """Answer with `visit` during one forward. It is forgotten afterwards, because it may hold hidden states and
+        their autograd graphs."""
         self.visit = visit
         try:
             yield
@@ -57,19 +58,19 @@ class Desk:
 class StandIn(nn.Module):
     """In a layer's place: has its plain attributes and its type, none of its parameters."""
 
-    def __init__(self, layer: nn.Module, number: int, desk: Desk):
+    def __init__(self, layer: nn.Module, number: int, answers: LayerAnswers):
         super().__init__()
         object.__setattr__(self, "_layer", layer)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_desk", desk)
+        object.__setattr__(self, "_answers", answers)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_layer", "_number", "_desk"):
+        if name in ("_layer", "_number", "_answers"):
             raise AttributeError(name)
         return getattr(self._layer, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._desk.visit(self._number, args, kwargs)
+        return self._answers.visit(self._number, args, kwargs)
 
     @property
     def __class__(self) -> Any:  # forwards that ask `isinstance(layer, ...)` get the layer's answer
@@ -92,17 +93,22 @@ def zeros_like_all_of(tensor: Tensor, device: torch.device | str, dtype: torch.d
     return torch.zeros((), dtype=kind, device=device).expand(tensor.shape)
 
 
-def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Module, Desk]:
+def shell_of(model: nn.Module, paths: str | Sequence[str], tensor: Replacement) -> tuple[nn.Module, LayerAnswers]:
     """A copy of everything but the layers; `tensor(name, old)` gives every parameter and buffer of it.
 
-    A result that is no Parameter becomes a plain attribute in a parameter's place: it is neither trained nor moved.
+    `paths`: the list of layers, or several lists, whose layers are then numbered one list after the other. A result
+    that is no Parameter becomes a plain attribute in a parameter's place: it is neither trained nor moved.
     """
-    desk = Desk()
-    layers = model.get_submodule(path)
-    stand_ins = nn.ModuleList(StandIn(layer, k, desk) for k, layer in enumerate(layers.children()))
-    memo: dict[int, Any] = {id(layers): stand_ins, id(model.config): model.config}
+    answers = LayerAnswers()
+    memo: dict[int, Any] = {id(model.config): model.config}
+    number = 0
+    for path in (paths,) if isinstance(paths, str) else paths:
+        layers = model.get_submodule(path)
+        stand_ins = nn.ModuleList(StandIn(layer, number + k, answers) for k, layer in enumerate(layers.children()))
+        memo[id(layers)] = stand_ins
+        number += len(stand_ins)
     plain: list[tuple[str, Tensor]] = []
-    for name, old in outside(model, path):
+    for name, old in outside(model, paths):
         if id(old) not in memo:
             memo[id(old)] = tensor(name, old)
         if isinstance(old, nn.Parameter) and not isinstance(memo[id(old)], nn.Parameter):
@@ -118,7 +124,20 @@ def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Modul
         home._parameters.pop(attribute, None)
         object.__setattr__(home, attribute, value)
     _tell_dtype(shell, [value for _, value in plain])
-    return shell, desk
+    _forget_recorders(shell)
+    return shell, answers
+
+
+def _forget_recorders(shell: nn.Module) -> None:
+    """transformers installs hooks that record hidden states once per model; placeholders must get theirs anew."""
+    for module in shell.modules():
+        if type(module) is StandIn:
+            continue
+        if getattr(module, "_output_capturing_hooks_installed", False):
+            module._output_capturing_hooks_installed = False  # type: ignore[assignment]
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                del module._forward_hooks[key]
 
 
 class _OneParameter:
@@ -142,11 +161,12 @@ def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
             object.__setattr__(module, "parameters", _OneParameter(like))
 
 
-def outside(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+def outside(model: nn.Module, paths: str | Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers that belong to no layer, tied ones under each of their names."""
+    layers = tuple(f"{path}." for path in ((paths,) if isinstance(paths, str) else paths))
     both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for named in both:
-        yield from ((name, value) for name, value in named if not name.startswith(f"{path}."))
+        yield from ((name, value) for name, value in named if not name.startswith(layers))
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -163,7 +183,7 @@ def hidden_leaf(leaves: list[Any]) -> int:
 
 
 def collect(
-    shell: nn.Module, desk: Desk, stop: int, returns: int, inputs: Mapping[str, Any]
+    shell: nn.Module, answers: LayerAnswers, stop: int, returns: int, inputs: Mapping[str, Any]
 ) -> list[tuple[list[Any], Any, int]]:
     """The arguments of the layers before `stop`, as the shell's forward makes them: leaves, structure, and where
     the hidden state is among them. Layers pass their input on."""
@@ -178,7 +198,7 @@ def collect(
         return as_layer_returns(leaves[at], returns)
 
     try:
-        with desk.asked(visit), Unpacked(inputs):
+        with answers.given_by(visit), Unpacked(inputs):
             shell(**inputs, use_cache=False)
     except Stop:
         return got

@@ -1,7 +1,7 @@
 """The user's Hugging Face model: a config, a folder, or a model that has already been built.
 
-Knows: how it becomes a model of the right class on the `meta` device, and what is rejected because part of it would be
-lost (vision and audio towers, encoders, encoder-decoders). Does not know: how models are split.
+Knows: how it becomes a model of the right class on the `meta` device (with its towers and its encoder, unless the
+config names the class of the text model alone), and that encoders are rejected. Does not know: how models are split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object, shown
 from octopipe.huggingface.shell import Spared
-from octopipe.models.readers.hf_config import refuse_towers
+
+WITH_HEAD = "CausalLM|LMHead|ForConditionalGeneration"
+"""Names of classes that end in logits over a vocabulary."""
 
 
 def transformers() -> Any:
@@ -37,6 +39,15 @@ def transformers() -> Any:
     return package
 
 
+def _with_floats(value: Any) -> Any:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}, in lists and parts too."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
 def read_config(source: Any, *, num_layers: int | None = None) -> Any:
     """A transformers config of a path (file or folder), a dict or a config; with only so many layers where asked."""
     package = transformers()
@@ -50,7 +61,6 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
     else:
         data = source.to_dict()
         config = source
-    refuse_towers(data, where)
     if isinstance(source, str | os.PathLike | Mapping):
         kind = data.get("model_type")
         if not isinstance(kind, str) or kind not in package.CONFIG_MAPPING:
@@ -60,7 +70,7 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
             )
         with _quiet():
             try:
-                config = package.CONFIG_MAPPING[kind].from_dict(data)
+                config = package.CONFIG_MAPPING[kind].from_dict({k: _with_floats(v) for k, v in data.items()})
             except Exception as error:  # validators of many kinds
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"{where}: transformers does not take it: {why}") from None
@@ -69,23 +79,43 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
 
 
 def model_class(config: Any, where: str = "config") -> Any:
-    """The causal language model of a config: the class it names, or the family's."""
+    """The language model of a config: the class it names, or the family's with its towers and its encoder."""
     package = transformers()
     for name in getattr(config, "architectures", None) or ():
         named = getattr(package, str(name), None)
-        if named is not None and issubclass(named, package.PreTrainedModel) and re.search("CausalLM|LMHead", str(name)):
+        if named is not None and issubclass(named, package.PreTrainedModel) and re.search(WITH_HEAD, str(name)):
             return named
-    try:
-        return package.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise OctoPipeError(
-            f"{where}: {config.model_type} has no causal language model in transformers; give a decoder's config"
-        ) from None
+    causal, seq2seq = "MODEL_FOR_CAUSAL_LM_MAPPING", ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+    order = [causal]
+    if getattr(config, "is_encoder_decoder", False):
+        order = [f"MODEL_FOR_{kind}_MAPPING" for kind in seq2seq]
+    elif has_towers(config):
+        order = ["MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", causal]
+    for mapping in order:
+        found = getattr(package, mapping, {}).get(type(config), None)
+        if found is not None:
+            return found[0] if isinstance(found, tuple) else found
+    raise OctoPipeError(
+        f"{where}: {config.model_type} has no language model in transformers; give the config of one that has"
+    )
+
+
+def config_for(cls: Any, config: Any) -> Any:
+    """The part of a config that a class takes: a text model takes the text's."""
+    wanted, parts = getattr(cls, "config_class", None), getattr(config, "sub_configs", None) or {}
+    return config.get_text_config(decoder=True) if wanted is not None and wanted is parts.get("text_config") else config
+
+
+def has_towers(config: Any) -> bool:
+    """Whether a config describes more than one stack: a tower beside the text model."""
+    parts = getattr(config, "sub_configs", None) or {}
+    return any(name.startswith(("vision", "audio", "visual")) and getattr(config, name, None) for name in parts)
 
 
 def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> nn.Module:
     """The whole model without memory."""
     cls = model_class(config)
+    config = config_for(cls, config)
     options = {} if attention is None else {"attn_implementation": attention}
     config.use_cache = False
     for key in ("output_hidden_states", "output_attentions"):
@@ -120,8 +150,6 @@ def inner_model(model: nn.Module) -> nn.Module:
     found: Any = base() if callable(base) else model
     if not hasattr(found, "config") or not hasattr(found, "_init_weights"):
         raise OctoPipeError(f"{type(model).__name__} is not a transformers model; give one, its config, or its folder")
-    data = found.config.to_dict()
-    refuse_towers(data, type(found).__name__)
     _refuse_other_kinds(found.config, type(found).__name__)
     return found  # type: ignore[no-any-return]
 
@@ -149,12 +177,10 @@ def _key_of_layers(config: Any, names: Mapping[str, str]) -> str:
 
 
 def _refuse_other_kinds(config: Any, where: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise OctoPipeError(f"{where}: {config.model_type} is an encoder-decoder; only causal language models are cut")
     decodes = getattr(config, "is_decoder", None)
-    if decodes is False and _is_encoder(config):
+    if decodes is False and not getattr(config, "is_encoder_decoder", False) and _is_encoder(config):
         raise OctoPipeError(
-            f"{where}: {config.model_type} is an encoder (is_decoder is false); only causal language models are cut"
+            f"{where}: {config.model_type} is an encoder (is_decoder is false); only language models are cut"
         )
 
 

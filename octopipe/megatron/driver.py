@@ -29,7 +29,7 @@ from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import MODE, lowering_costs, priced_recomputation
+from octopipe.plans.setting import MODE, checkpointed_by_prices, lowering_costs, priced_recomputation
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
@@ -168,16 +168,24 @@ class PlanDriver:
             return
         config = get_model_config(models[0])
         found = getattr(config, "recompute_granularity", None)
-        if found == "full" or found == wanted:
+        again = set(checkpointed_by_prices(self.plan))
+        most = max(len(again & set(range(stage.first, stage.stop))) for stage in self.plan.stages)
+        in_blocks = found == "full" and getattr(config, "recompute_method", None) == "block"
+        layers = getattr(config, "recompute_num_layers", None) or 0
+        if in_blocks and layers < most:
+            said = f"recompute_num_layers is {layers} for chunks with up to {most} recomputed layers"
+        elif found in ("full", wanted):
             return
+        else:
+            said = f"recompute_granularity is {found}"
         flags = {
             "full": "recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1",
             "selective": "recompute_granularity='selective'",
         }[wanted]
         raise OctoPipeError(
-            f"the plan was priced with --recompute {wanted}, and this model's recompute_granularity is {found}, so it "
-            f"needs more memory than the plan says: set {flags} (`octopipe export PLAN --to megatron` prints the "
-            "flags), or tune with --recompute none"
+            f"the plan was priced with --recompute {wanted}, and this model's {said}, so it needs more memory than the "
+            f"plan says: set {flags} (`octopipe export PLAN --to megatron` prints the flags), or tune with --recompute "
+            "none"
         )
 
     def _tell_other_precision(self, models: Sequence[Any], rank: int) -> None:

@@ -1,8 +1,8 @@
 """Megatron-Core without CUDA: replaces what it expects of a GPU, so that a plan can be tried on any machine.
 
 Knows: the few places where Megatron-Core 0.16 requires CUDA while it builds and runs local layers (the name of the
-device, its stream, `.cuda()`, the device of a few counters, the random state). Does not know: plans. It changes `torch`
-and `megatron.core` for the whole process and is meant for trials and tests, not for a process that uses a GPU.
+device, its streams, `.cuda()`, the device of a few counters, the random state). Does not know: plans. It changes
+`torch` and `megatron.core` for the whole process and is meant for trials and tests, not for a process that uses a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +38,39 @@ def use_cpu() -> None:
         warnings.simplefilter("ignore")
         from megatron.core.ssm import mamba_block
         from megatron.core.tensor_parallel import random as states
-        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if not hasattr(moe_utils, "te_general_gemm"):  # the name is missing where Transformer Engine is
         moe_utils.te_general_gemm = None
     mamba_block.TENorm = WrappedTorchNorm
+    # The alltoall dispatcher copies numbers of tokens to the host on a stream of its own; here they are on the host.
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _counted
     states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     states._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+class _HostStream:
+    """A stream of the host: what was queued on it is done."""
+
+    def record_event(self) -> _HostStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, _HostStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What `maybe_move_tensor_to_cpu` gives for a tensor of a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _on_host(usual: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ from octopipe.megatron.units import (
     Unit,
     WholeBackward,
     gradients_apart,
+    recorded_bytes,
     units_of,
 )
 from octopipe.plans.plan import Plan
@@ -89,6 +90,7 @@ def profile(
     batch = next(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
     began = time.perf_counter()
     device = next(p.device for c in chunks for p in c.parameters())
+    before = _allocated(device)
     cp, tp = groups.cp.size(), groups.tp.size() if config.sequence_parallel else 1
     hidden = (seq_length // cp // tp, micro_batch_size, config.hidden_size)
     step = ForwardStep(forward_step_func, batch, config, cp_size=cp, hidden=hidden)
@@ -103,6 +105,7 @@ def profile(
             for unit in (*units, *wholes):
                 unit.let_go()
         together, _ = _times([WholeBackward(whole) for whole in wholes], world, device, repeats, warm_up, ())
+    kept_by_libraries = max(0.0, _allocated(device) - before - recorded_bytes([*units, *wholes]))
     mine = [
         _Row(unit, times, {level: some[i] for level, some in partial.items()}, memory[i])
         for i, (unit, times) in enumerate(zip(units, loaded))
@@ -120,23 +123,37 @@ def profile(
     factors = np.clip(whole / np.maximum(parts, 1e-9), *FACTORS)
     # B is not I and W: Megatron's own backward rounds a weight's gradient and adds it up in a pass of its own.
     fused = float(np.clip(backward[1] / max(whole[1] + whole[2], 1e-9), *FACTORS))
-    pairs: dict[tuple[int, int], Link] = {}
-    boundary = max(row["boundary_bytes"] for row in rows)
-    if links and world.size > 1:
-        sizes = sorted({1 << 12, max(1 << 13, int(boundary) // 4), max(1 << 14, int(boundary))})
-        pairs = measure_links(world, device, sizes=sizes, transport=transport)
+    pairs = _links(rows, world, device, transport) if links and world.size > 1 else {}
     state = _state_bytes(config) if state_bytes_per_parameter is None else state_bytes_per_parameter
-    costs, fewer = _table(rows, factors, name, pairs, state, Mode(precision=precision_of_chunks(config, chunks)))
-    about = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    resident = max(world.gather(kept_by_libraries))
+    mode = Mode(precision=precision_of_chunks(config, chunks))
+    costs, fewer = _table(rows, factors, name, pairs, state, resident, mode)
+    about = _about(rows, factors, device) | {
         "ranks": world.size,
+        "resident_mib": resident / (1 << 20),
+        "total_seconds": max(world.gather(round(time.perf_counter() - began, 2))),
+    }
+    return Profile(costs=costs, partial=fewer, fused_factor=fused, about=about)
+
+
+def _links(
+    rows: Sequence[dict[str, Any]], world: World, device: torch.device, transport: str | None
+) -> dict[tuple[int, int], Link]:
+    """Links between all ranks, measured with tensors up to the size of those between stages."""
+    boundary = int(max(row["boundary_bytes"] for row in rows))
+    sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
+    return measure_links(world, device, sizes=sizes, transport=transport)
+
+
+def _about(rows: Sequence[dict[str, Any]], factors: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """What the profile says about the measurement itself."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "layers": [row["kind"] for row in sorted(rows, key=_place)],
         "chunk_factors": dict(zip("FIW", factors.round(4).tolist())),
         "model_code": "Megatron-Core chunks",
         "torch": str(torch.__version__),
-        "total_seconds": max(world.gather(round(time.perf_counter() - began, 2))),
     }
-    return Profile(costs=costs, partial=fewer, fused_factor=fused, about=about)
 
 
 def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> list[int | None]:
@@ -209,9 +226,11 @@ def _table(
     name: str,
     pairs: dict[tuple[int, int], Link],
     state: float,
+    resident: float,
     mode: Mode,
 ) -> tuple[CostTable, dict[int, CostTable]]:
-    """The whole model's costs: equal layers share their mean."""
+    """The whole model's costs: equal layers share their mean. `state`: bytes of the optimizer per parameter;
+    `resident`: bytes that libraries keep on the device, whatever the layers."""
     rows = sorted(rows, key=_place)
     numbers = [row["number"] for row in rows]
     wanted = [EMBEDDING, *range(1, len(rows) - 1), HEAD]
@@ -251,6 +270,7 @@ def _table(
         static_bytes=size("parameter_bytes") + size("gradient_bytes") + state * size("parameters"),
         gradient_bytes=size("gradient_bytes"),
         boundary_bytes=size("boundary_bytes"),
+        workspace_bytes=size("workspace_bytes") + resident,
         network=Network(intra=worst, inter=worst, pairs=pairs),
         mode=mode,
     )
@@ -259,6 +279,14 @@ def _table(
         some = np.minimum(times(level), ms)
         fewer[int(level)] = costs.replace(forward_ms=some[:, 0], input_ms=some[:, 1], weight_ms=some[:, 2])
     return costs, fewer
+
+
+def _allocated(device: torch.device) -> float:
+    """Bytes that tensors have on a GPU; on a CPU nobody keeps books."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    return float(torch.cuda.memory_allocated(device))
 
 
 def precision_of_chunks(config: Any, chunks: Sequence[nn.Module]) -> str:

@@ -120,6 +120,7 @@ def _run(
     timeout_s: float,
 ) -> Ran:
     """A few timed steps of a plan on all ranks (collective)."""
+    gc.collect()  # a user's chunks of before, in cycles of Megatron's, would count as this plan's memory
     chunks = build(plan)
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     cuda = device.type == "cuda"

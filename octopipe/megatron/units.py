@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.megatron.weights import Split
-from octopipe.runtime.stages.wgrad_ops import WeightQueue
+from octopipe.runtime.stages.weight_queue import WeightQueue
 from octopipe.runtime.values import flatten, rebuild
 from octopipe.runtime.wire.buffers import storage_bytes
 
@@ -110,15 +110,63 @@ class Unit:
         del output
         stash = float(storage_bytes(queue.tensors(), {}))
         self._split.weight(queue)
+        activation, workspace = float(sum(held.values())), 0.0
+        if parameters and parameters[0].is_cuda:
+            activation, stash, workspace = self._allocated()
         gradients = [getattr(p, "main_grad", p) for p in parameters if p.requires_grad]
         return {
-            "activation_bytes": max(float(sum(held.values())), stash),
+            "activation_bytes": max(activation, stash),
             "stash_bytes": stash,
+            "workspace_bytes": workspace,
             "boundary_bytes": boundary,
             "parameter_bytes": float(sum(p.nbytes for p in parameters)),
             "gradient_bytes": float(sum(t.nbytes for t in gradients)),
             "parameters": float(sum(p.numel() for p in parameters if p.requires_grad)),
         }
+
+    def _allocated(self) -> tuple[float, float, float]:
+        """Activation, stash and workspace bytes by the caching allocator's books. Workspace is what an op needs only
+        while it runs, the largest of F, I, W and of B, which computes a weight's gradient in the weight's own dtype
+        before it is added up."""
+        used, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+        self.once(lambda: None)  # what libraries keep, and the gradient that comes in, exist before
+        torch.cuda.synchronize()
+        base = used()
+
+        def forward() -> tuple[Tensor, float, float]:
+            torch.cuda.reset_peak_memory_stats()
+            output, given = self.forward()
+            boundary = float(output.untyped_storage().nbytes())
+            held = used() - base - boundary
+            extra = peak() - base - boundary - held
+            if given is not None and _old(given, self.recorded()):
+                held += given.untyped_storage().nbytes()
+            torch.cuda.reset_peak_memory_stats()
+            return output, held, extra
+
+        output, held, extra = forward()
+        queue = self._split.queue = WeightQueue()
+        queue.defer = True
+        before = used()
+        self._backward(output)
+        extra = max(extra, peak() - before)
+        del output
+        stash = float(used() - base)
+        torch.cuda.reset_peak_memory_stats()
+        self._split.weight(queue)
+        extra = max(extra, peak() - base - stash)
+        self._split.let_go()
+        output, *_ = forward()
+        before = used()
+        self._backward(output)
+        extra = max(extra, peak() - before)
+        del output
+        self._split.take_over()
+        return float(held), stash, float(extra)
+
+    def recorded(self) -> list[Tensor]:
+        """Tensors that the unit keeps to run again."""
+        return [] if self._slope is None else [self._slope]
 
 
 class Layer(Unit):
@@ -142,6 +190,11 @@ class Layer(Unit):
         out: list[Any] = []
         flatten(self.module(*arguments, **named), out)
         return next(t for t in out if isinstance(t, Tensor) and t.requires_grad), first
+
+    def recorded(self) -> list[Tensor]:
+        leaves: list[Any] = []
+        flatten(self._called, leaves)
+        return [*super().recorded(), *(t for t in leaves if isinstance(t, Tensor))]
 
 
 class Chunk(Unit):
@@ -252,6 +305,17 @@ def _is_head(inner: Any, parameter: Tensor) -> bool:
 def _is_embedding(inner: Any, parameter: Tensor) -> bool:
     part = getattr(inner, "embedding", None)
     return part is not None and any(p is parameter for p in part.parameters())
+
+
+def _old(tensor: Tensor, known: Sequence[Tensor]) -> bool:
+    """Whether a tensor lies in the memory of one of these."""
+    where = tensor.untyped_storage().data_ptr()
+    return any(t.untyped_storage().data_ptr() == where for t in known)
+
+
+def recorded_bytes(units: Sequence[Unit]) -> float:
+    """What all units keep to run again, each memory once."""
+    return float(storage_bytes([t for unit in units for t in unit.recorded()], {}))
 
 
 def _device(module: nn.Module) -> torch.device:

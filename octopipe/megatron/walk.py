@@ -23,7 +23,8 @@ from octopipe.megatron.weights import Split
 from octopipe.plans.plan import F, I, Plan, R, W
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram
-from octopipe.runtime.stages.wgrad_ops import WeightQueue
+from octopipe.runtime.stages.weight_queue import WeightQueue
+from octopipe.runtime.torch_private import run_engine
 from octopipe.runtime.transfers import transfer
 from octopipe.runtime.wire.transports import Transport
 
@@ -214,9 +215,7 @@ class Walk:
         if output.requires_grad:
             seed = torch.ones_like(output) if gradient is None else gradient
             # The engine itself: torch's own function compares shapes, and a freed output has lost its.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (output,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            run_engine((output,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         run.output = None
         if not cell.first:
             own = run.input.grad

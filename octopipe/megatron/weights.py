@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octopipe.runtime.precision import gradient_dtype
-from octopipe.runtime.stages.wgrad_ops import WeightQueue, add_into, times, wide_product
+from octopipe.runtime.stages.weight_queue import WeightQueue
+from octopipe.runtime.stages.wgrad_ops import add_into, times, wide_product
+from octopipe.runtime.torch_private import unsafe_view
 
 _HOLDER = "_octopipe_split"
 """The attribute of a layer whose products go to a split."""
@@ -136,7 +138,7 @@ class _Product(torch.autograd.Function):
             return out + bias
         # Not as a view: Megatron's cross entropy changes fp32 logits in place, which autograd forbids for the view that
         # a function has made.
-        return torch.ops.aten._unsafe_view(out, out.shape)
+        return unsafe_view(out, out.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

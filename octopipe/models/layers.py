@@ -75,6 +75,11 @@ class Layer:
         """The pieces a compound layer runs one after another; a simple layer is its own only part."""
         return (self,)
 
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """Per part: what it works on, where that is not the decoder's tokens (`towers.Source`)."""
+        return (None,) * len(self.parts)
+
     def scaled(self: L, factor: float) -> L:
         """The same layer with narrower dimensions."""
         return replace(self, hidden=shrink_width(self.hidden, factor))

@@ -18,7 +18,7 @@ from octopipe.models.layers import Layer, Norm, norm_parameters, shrink_heads, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Layer):
-    """Softmax attention with grouped keys; causal, over everything or the last `window` tokens."""
+    """Softmax attention with grouped keys, over everything or the last `window` tokens."""
 
     heads: int
     kv_heads: int
@@ -38,6 +38,8 @@ class Attention(Layer):
     norm: Norm = "rms"
     post_norm: bool = False
     """A second norm after the layer (Gemma)."""
+    causal: bool = True
+    """False in encoders: positions attend to all others, or to all of their own window."""
 
     kind: ClassVar[str] = "attention"
 

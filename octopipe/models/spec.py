@@ -27,6 +27,7 @@ from octopipe.models.mixers import (
     Mamba1,
     Mamba2,
 )
+from octopipe.models.towers import CrossBlock, Join, Source, TowerLayer
 
 __all__ = [
     "GATED",
@@ -47,12 +48,14 @@ __all__ = [
     "Moe",
     "Mtp",
     "Norm",
+    "Source",
+    "TowerLayer",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as a sequence of layers: the embedding first, head and loss last."""
+    """A model as a sequence of layers: the embedding first (or that of a tower), head and loss last."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -65,12 +68,15 @@ class ModelSpec:
     def __post_init__(self) -> None:
         layers = tuple(self.layers)
         object.__setattr__(self, "layers", layers)
-        if len(layers) < 2 or not isinstance(layers[0], Embedding) or not isinstance(layers[-1], Head):
+        first = layers[0] if len(layers) > 1 and isinstance(layers[-1], Head) else None
+        joins = [layer.embedding for layer in layers if isinstance(layer, Join) and layer.embedding is not None]
+        tokens = joins[0] if isinstance(first, TowerLayer) and len(joins) == 1 else first
+        if not isinstance(tokens, Embedding):
             raise OctoPipeError(f"{self.name}: a model starts with an embedding and ends with a head")
-        object.__setattr__(self, "hidden", self.hidden or layers[0].hidden)
-        object.__setattr__(self, "vocab", self.vocab or layers[0].vocab)
+        object.__setattr__(self, "hidden", self.hidden or tokens.hidden)
+        object.__setattr__(self, "vocab", self.vocab or tokens.vocab)
         for i, layer in enumerate(layers):
-            if layer.hidden != self.hidden:
+            if layer.hidden != self.hidden and not isinstance(layer, TowerLayer):
                 raise OctoPipeError(
                     f"{self.name}: layer {i} ({layer.symbol}) is {layer.hidden} wide, the model {self.hidden}"
                 )
@@ -98,6 +104,27 @@ class ModelSpec:
         """Everything that is trained: multi-token prediction modules too."""
         return sum(layer.parameters for layer in self.layers)
 
+    @property
+    def source(self) -> Source | None:
+        """What the model's encoder reads; None for a plain decoder."""
+        first = self.layers[0]
+        return first.source if isinstance(first, TowerLayer) else None
+
+    @property
+    def towers(self) -> tuple[tuple[int, int], ...]:
+        """(first, last) of the encoder's layers, which stand at the beginning."""
+        count = sum(isinstance(layer, TowerLayer) for layer in self.layers)
+        return ((0, count - 1),) if count else ()
+
+    def reading(self, source: Source) -> ModelSpec:
+        """The same model on other items, or on another number of them."""
+        knows = (TowerLayer, Join, CrossBlock)
+        known: dict[Layer, Layer] = {}
+        for layer in self.layers:
+            if layer not in known:
+                known[layer] = layer.reading(source) if isinstance(layer, knows) else layer
+        return replace(self, layers=tuple(known[layer] for layer in self.layers))
+
     def split(self) -> ModelSpec:
         """The same model with mixer and feed-forward of every block as layers of their own."""
         parts = [part for layer in self.layers for part in (layer.parts if isinstance(layer, Block) else (layer,))]
@@ -116,6 +143,10 @@ class ModelSpec:
         Widths, head counts, experts and vocabulary shrink by `factor` (head dimensions stay); `num_layers`
         keeps only that many layers, embedding and head included, spread evenly over the original depth.
         """
+        if self.source is not None:
+            raise OctoPipeError(
+                f"{self.name} has a tower or an encoder and cannot be scaled; give a config of smaller sizes"
+            )
         if not math.isfinite(factor) or not 0 < factor <= 1:
             raise OctoPipeError(f"{self.name}: scale factor {factor}; give a number above 0 and at most 1")
         inner = self.layers[1:-1]

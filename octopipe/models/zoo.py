@@ -20,6 +20,7 @@ from functools import partial
 from types import MappingProxyType
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import (
     Attention,
     Block,
@@ -36,6 +37,7 @@ from octopipe.models.spec import (
     Moe,
     Mtp,
 )
+from octopipe.models.tower_presets import CONFIGS
 
 
 def _model(
@@ -362,6 +364,8 @@ def _presets() -> Mapping[str, Preset]:
     air = {"dense": 1, "sparse": 45, "hidden": 4096, "ffn": 10944, "expert_ffn": 1408, "experts": 128}
     add("glm-4.5", "attention and experts, token prediction", glm, qk_norm=True, **wide)
     add("glm-4.5-air", "attention and experts, token prediction", glm, qk_norm=False, **air)
+    for name, (about, config) in CONFIGS.items():
+        table[name] = Preset(build=partial(from_config, config, name=name), about=about)
     return MappingProxyType(table)
 
 

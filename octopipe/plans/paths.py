@@ -1,7 +1,7 @@
 """Paths of micro-batches over stages: chains, and graphs that fork and join.
 
-Knows: the edges ("arrows") of a path, the neighbours of a stage on it, and when a path is valid. Does not know: ops,
-orders, costs.
+Knows: the edges of a path, the neighbours of a stage on it, and when a path is valid. Does not know: ops, orders or
+costs.
 
 A path is a list of stages and edges between them. A path without edges is the chain of its stages. At a fork, several
 stages take a stage's output, and their gradients are added. At a join, a stage takes several outputs together and
@@ -20,27 +20,27 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Arrow = tuple[int, int]
-MAX_ARROWS = 1 << 20
+Edge = tuple[int, int]
+MAX_EDGES = 1 << 20
 """Maximum number of edges of all paths together."""
 MAX_DEGREE = 64
 """Maximum number of stages that one stage takes its input from, or sends its output to."""
 
 
-def arrows_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], number: int) -> Sequence[Arrow]:
+def edges_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], number: int) -> Sequence[Edge]:
     """The edges of one path: the given ones, or those of the chain of its stages."""
     return edges[number] if edges else tuple(itertools.pairwise(routes[number]))
 
 
 def neighbours(
-    routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], num_stages: int
+    routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
     lists: list[list[dict[int, list[int]]]] = [[], []]
     for number in range(len(routes)):
         before: dict[int, list[int]] = {}
         after: dict[int, list[int]] = {}
-        for a, b in arrows_of(routes, edges, number):
+        for a, b in edges_of(routes, edges, number):
             before.setdefault(b, []).append(a)
             after.setdefault(a, []).append(b)
         lists[0].append(before)
@@ -56,17 +56,34 @@ def neighbours(
     return out[0], out[1]
 
 
+def levels(route: Sequence[int], path_edges: Sequence[Edge]) -> list[list[int]]:
+    """The stages of a path by the longest way to them from its beginning.
+
+    >>> levels((0, 1, 2, 3), ((0, 1), (0, 2), (1, 3), (2, 3)))
+    [[0], [1, 2], [3]]
+    """
+    depth = dict.fromkeys(route, 0)
+    for stage in route:  # listed so that every edge leads forward
+        for a, b in path_edges:
+            if a == stage:
+                depth[b] = max(depth[b], depth[a] + 1)
+    out: list[list[int]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for stage in route:
+        out[depth[stage]].append(stage)
+    return out
+
+
 def only_chains(
     routes: Sequence[Sequence[int]],
-    edges: Sequence[Sequence[Arrow]],
-    stages: Sequence[tuple[int, int, Arrow | None]],
+    edges: Sequence[Sequence[Edge]],
+    stages: Sequence[tuple[int, int, Edge | None]],
     num_layers: int,
 ) -> bool:
     """Whether the edges are equivalent to lists of stages: chains through all layers, without shards."""
     if len(edges) != len(routes):
         return False
-    for route, arrows in zip(routes, edges, strict=True):
-        if tuple(arrows) != tuple(itertools.pairwise(route)) or any(not 0 <= s < len(stages) for s in route):
+    for route, path_edges in zip(routes, edges, strict=True):
+        if tuple(path_edges) != tuple(itertools.pairwise(route)) or any(not 0 <= s < len(stages) for s in route):
             return False
         held = [stages[s] for s in route]
         ends = [0, *(stop for _, stop, _ in held)]
@@ -77,30 +94,30 @@ def only_chains(
     return True
 
 
-def too_many_arrows(edges: Sequence[Sequence[Arrow]]) -> list[str]:
+def too_many_edges(edges: Sequence[Sequence[Edge]]) -> list[str]:
     """The error if there are too many edges, if any; checked before tables are allocated."""
     total = sum(map(len, edges))
-    if total > MAX_ARROWS:
-        return [f"{total} edges of paths; at most {MAX_ARROWS} are allowed"]
-    for number, arrows in enumerate(edges):
+    if total > MAX_EDGES:
+        return [f"{total} edges of paths; at most {MAX_EDGES} are allowed"]
+    for number, path_edges in enumerate(edges):
         for side, word in ((0, "hands its output to"), (1, "takes its input from")):
             counts: dict[int, int] = {}
-            for arrow in arrows:
-                counts[arrow[side]] = counts.get(arrow[side], 0) + 1
-                if counts[arrow[side]] > MAX_DEGREE:
-                    return [f"path {number}: stage {arrow[side]} {word} more than {MAX_DEGREE} stages"]
+            for edge in path_edges:
+                counts[edge[side]] = counts.get(edge[side], 0) + 1
+                if counts[edge[side]] > MAX_DEGREE:
+                    return [f"path {number}: stage {edge[side]} {word} more than {MAX_DEGREE} stages"]
     return []
 
 
 def path_problems(
-    number: int, route: Sequence[int], arrows: Sequence[Arrow], stages: Sequence[tuple[int, int, Arrow | None]]
+    number: int, route: Sequence[int], path_edges: Sequence[Edge], stages: Sequence[tuple[int, int, Edge | None]]
 ) -> list[str]:
     """The problems of a path with edges; `stages` are (first layer, stop, shard) of all stages."""
-    return list(itertools.islice(_problems(number, route, arrows, stages), 4))
+    return list(itertools.islice(_problems(number, route, path_edges, stages), 4))
 
 
 def _problems(
-    number: int, route: Sequence[int], arrows: Sequence[Arrow], stages: Sequence[tuple[int, int, Arrow | None]]
+    number: int, route: Sequence[int], path_edges: Sequence[Edge], stages: Sequence[tuple[int, int, Edge | None]]
 ) -> Iterator[str]:
     members = set(route)
     if not route:
@@ -115,7 +132,7 @@ def _problems(
             return
     place = {s: k for k, s in enumerate(route)}
     seen = set()
-    for a, b in arrows:
+    for a, b in path_edges:
         if a not in members or b not in members:
             yield f"path {number}: edge [{a}, {b}] leads to a stage that is not on the path; list it under stages"
             return
@@ -124,17 +141,17 @@ def _problems(
         if (a, b) in seen:
             yield f"path {number} has the edge [{a}, {b}] twice; keep one"
         seen.add((a, b))
-    touched = {s for arrow in arrows for s in arrow}
+    touched = {s for edge in path_edges for s in edge}
     for s in route:
         if len(route) > 1 and s not in touched:
             yield f"path {number}: stage {s} is not connected; add an edge or leave it out"
     yield from _layers_once(number, route, stages)
 
 
-def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Arrow | None]]) -> Iterator[str]:
+def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Edge | None]]) -> Iterator[str]:
     """Every layer of a path must be in one stage, or once in each of its shards."""
     whole: dict[int, int] = {}
-    parts: dict[tuple[int, int], list[Arrow]] = {}
+    parts: dict[tuple[int, int], list[Edge]] = {}
     for s in route:
         first, stop, shard = stages[s]
         if shard is not None:

@@ -35,7 +35,7 @@ from octopipe.plans.op import (
     slot_text,
     with_rank_order,
 )
-from octopipe.plans.paths import Arrow, neighbours, only_chains
+from octopipe.plans.paths import Edge, neighbours, only_chains
 from octopipe.plans.rules import problems
 from octopipe.plans.written import plan_fields, plan_to_json
 
@@ -53,7 +53,7 @@ class Plan:
     routes: tuple[tuple[int, ...], ...] = ()
     """The stages that a micro-batch passes, in order; default: one route over all stages."""
     route_of_micro_batch: tuple[int, ...] = ()
-    edges: tuple[tuple[Arrow, ...], ...] = ()
+    edges: tuple[tuple[Edge, ...], ...] = ()
     """If paths fork or join: for each route the edges (from, to) between its stages, which are then listed in any
     topological order. Empty: every route is the chain of its stages."""
     pairs: frozenset[tuple[Op, Op]] = frozenset()
@@ -93,7 +93,7 @@ class Plan:
         if self.edges:
             if stage not in route:
                 raise ValueError(f"micro-batch {micro_batch} does not pass stage {stage}")
-            return tuple(arrow[side] for arrow in self.edges[number] if arrow[1 - side] == stage)
+            return tuple(edge[side] for edge in self.edges[number] if edge[1 - side] == stage)
         at = route.index(stage) + (1 if side else -1)
         return (route[at],) if 0 <= at < len(route) else ()
 

@@ -17,7 +17,7 @@ from octopipe.base.graph import find_cycle
 from octopipe.base.limits import plan_too_large
 from octopipe.plans.op import KINDS, B, F, I, Op, R, W, with_rank_order
 from octopipe.plans.pair_rules import pair_problems
-from octopipe.plans.paths import path_problems, too_many_arrows
+from octopipe.plans.paths import path_problems, too_many_edges
 
 if TYPE_CHECKING:
     from octopipe.plans.plan import Plan
@@ -31,7 +31,7 @@ def problems(plan: Plan) -> list[str]:
 
 
 def _structure_problems(plan: Plan) -> list[str]:
-    out = plan_too_large(plan) + too_many_arrows(plan.edges)
+    out = plan_too_large(plan) + too_many_edges(plan.edges)
     if out:
         return out
     for name in ("num_layers", "num_ranks", "num_micro_batches"):

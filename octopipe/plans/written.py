@@ -128,21 +128,21 @@ def _paths(
         raise PlanError(['both "routes" and "paths" are given; keep one of the two'])
     routes, edges = [], []
     for number, path in enumerate(file.paths):
-        arrows = path.edges if path.edges is not None else tuple(itertools.pairwise(path.stages))
-        stages = path.stages or _forward_order(number, arrows)
+        path_edges = path.edges if path.edges is not None else tuple(itertools.pairwise(path.stages))
+        stages = path.stages or _forward_order(number, path_edges)
         routes.append(stages)
-        edges.append(arrows)
+        edges.append(path_edges)
     taken = file.path_of_micro_batch or file.route_of_micro_batch
     if not taken and len(routes) == 1:
         taken = (0,) * file.num_micro_batches if 0 <= file.num_micro_batches <= MAX_MICRO_BATCHES else ()
     return tuple(routes), tuple(edges), taken
 
 
-def _forward_order(number: int, arrows: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _forward_order(number: int, path_edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """The stages of the edges in the lexicographically smallest topological order."""
-    left = {s: 0 for arrow in arrows for s in arrow}
+    left = {s: 0 for edge in path_edges for s in edge}
     after: dict[int, list[int]] = {}
-    for a, b in arrows:
+    for a, b in path_edges:
         left[b] += 1
         after.setdefault(a, []).append(b)
     ready = sorted(s for s, count in left.items() if count == 0)
@@ -189,7 +189,9 @@ def plan_to_json(plan: Plan) -> bytes:
         "stages": rows(stages),
     }
     if plan.edges:
-        paths = [{"stages": route, "edges": arrows} for route, arrows in zip(plan.routes, plan.edges, strict=True)]
+        paths = [
+            {"stages": route, "edges": path_edges} for route, path_edges in zip(plan.routes, plan.edges, strict=True)
+        ]
         parts |= {"paths": rows(paths), "path_of_micro_batch": encode(plan.route_of_micro_batch)}
     else:
         parts |= {"routes": encode(plan.routes), "route_of_micro_batch": encode(plan.route_of_micro_batch)}

@@ -1,6 +1,7 @@
-"""Checks before the first step that all ranks have the same plan, channel model and program.
+"""Makes the program that a pipeline runs, and checks that all ranks have the same plan, channel model and program.
 
-Knows: how to compare what ranks would run, and how to report the first difference. Does not know: how any of it runs.
+Knows: which plans fit the layers and ranks at hand, how to compare what ranks would run, and how to report the first
+difference. Does not know: how any of it runs.
 
 A rank's instructions depend on the costs used for lowering. Two ranks whose costs differ by a few per cent (because
 each measured its own) would queue their transfers in different orders and wait for each other forever. A pipeline that
@@ -17,9 +18,25 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.ranks.world import World
-from octopipe.simulation.lowering import Program, prove_deadlock_free, with_instructions
+from octopipe.simulation.lowering import Channel, Program, lower, prove_deadlock_free, with_instructions
+
+
+def program_of(
+    plan: Plan | Program, costs: CostTable | None, channel: Channel, *, num_ranks: int, num_layers: int
+) -> Program:
+    """The program as given, or lowered from the plan; it must be for this many ranks and layers."""
+    checked = plan.plan if isinstance(plan, Program) else plan.check()
+    if checked.num_ranks != num_ranks:
+        raise OctoPipeError(f"the plan has {checked.num_ranks} ranks, the process group {num_ranks}; use as many")
+    if num_layers != checked.num_layers:
+        raise OctoPipeError(f"{num_layers} layers for a plan of {checked.num_layers}; use the plan's own model")
+    if isinstance(plan, Program):
+        return plan
+    return lower(checked, lowering_costs(checked) if costs is None else costs, channel=channel, check=False)
 
 
 def agreed_program(world: World, program: Program, *, lowered_here: bool, prove: bool = True) -> Program:

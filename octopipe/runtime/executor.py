@@ -57,13 +57,16 @@ class Executor:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         timeout_s: float,
         layers_done: Callable[[tuple[int, ...]], None] | None = None,
+        between_ops: Callable[[], None] | None = None,
         side_inputs: Sequence[str] = (),
         cuda_graphs: torch.device | None = None,
     ):
-        """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
+        """`layers_done`: told which layers get no more gradient. `between_ops`: called after all other ops, for
+        reductions that go on only while the host attends to them. `cuda_graphs`: the GPU on which ops are captured and
+        replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self.timeout_s, self.layers_done = timeout_s, layers_done
+        self.timeout_s, self.layers_done, self.between_ops = timeout_s, layers_done, between_ops
         plan = program.plan
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
@@ -73,7 +76,11 @@ class Executor:
             raise OctoPipeError("CUDA graphs do not support plans that offload activations; leave cuda_graphs out")
         self._device = recorder.device
         host = HostStore(self._device) if moves else None
-        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
+        if cuda_graphs is not None:
+            paired = {op.stage for pair in plan.pairs for op in pair} & self.chains.keys()
+            self.ops: Ops = GraphedOps(self.chains, autocast, cuda_graphs, paired)
+        else:
+            self.ops = Ops(self.chains, autocast, host)
         self.at: Step | None = None
         """The current instruction."""
         self.steps_run = 0
@@ -289,6 +296,8 @@ class Executor:
             del value
             if ins.layers_done and self.layers_done is not None:
                 self.layers_done(ins.layers_done)
+            elif self.between_ops is not None:
+                self.between_ops()
 
     def _gradients_for(self, cell: Cell, slot: Any, losses: dict[int, Tensor], scales: Sequence[float]) -> list[Any]:
         """What the backward pass of a cell starts from: the next stage's gradients, or the loss's own."""
@@ -391,7 +400,9 @@ def first_stages(plan: Plan) -> set[int]:
     if not plan.edges:
         return {route[0] for route in plan.routes}
     return {
-        s for route, arrows in zip(plan.routes, plan.edges, strict=True) for s in set(route) - {b for _, b in arrows}
+        s
+        for route, path_edges in zip(plan.routes, plan.edges, strict=True)
+        for s in set(route) - {b for _, b in path_edges}
     }
 
 

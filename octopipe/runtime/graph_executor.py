@@ -161,7 +161,7 @@ class GraphExecutor(Executor):
         return found[0] if len(found) == 1 else [_added(row) for row in zip(*found, strict=True)]
 
     def _hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
-        """The inputs' gradients, each along the arrow that the input came on."""
+        """The inputs' gradients, each along the edge that the input came on."""
         if cell.first:
             if gradients and micro_batches is not None:
                 batch = self._picked(cell.stage, micro_batches[cell.micro_batch])
@@ -234,6 +234,8 @@ class GraphExecutor(Executor):
             del out
             if ins.layers_done and self.layers_done is not None:
                 self.layers_done(ins.layers_done)
+            elif self.between_ops is not None:
+                self.between_ops()
 
     def _output(self, port: Any) -> tuple[Any, Any]:
         """What travels along an edge; the stage keeps its output until the last edge has it."""
@@ -320,7 +322,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Their sum in the order of the arrows; None where none is there. None of them is changed."""
+    """Their sum in the order of the edges; None where none is there. None of them is changed."""
     there = [g for g in gradients if g is not None]
     if len(there) < 2:
         return there[0] if there else None

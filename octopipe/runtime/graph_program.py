@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.plans.paths import arrows_of
+from octopipe.plans.paths import edges_of
 from octopipe.plans.plan import CODES, Plan, R
 from octopipe.runtime.slots import (
     RECEIVE,
@@ -32,10 +32,10 @@ from octopipe.simulation.lowering import Program
 
 @dataclass(slots=True, eq=False)
 class Port(Cell):
-    """One arrow of one micro-batch, as far as it is on this rank."""
+    """One edge of one micro-batch, as far as it is on this rank."""
 
     giver: GraphCell | None = None
-    """The cell here whose output goes along the arrow."""
+    """The cell here whose output goes along the edge."""
     taker: GraphCell | None = None
     """The cell here that takes it."""
     receive: Slot | None = None
@@ -44,10 +44,10 @@ class Port(Cell):
 
 @dataclass(slots=True, eq=False)
 class GraphCell(Cell):
-    """One stage and one micro-batch with any number of arrows in and out."""
+    """One stage and one micro-batch with any number of edges in and out."""
 
     sources: tuple[Port, ...] = ()
-    """In the order of the path's arrows."""
+    """In the order of the path's edges."""
     takers: tuple[Port, ...] = ()
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
@@ -79,8 +79,8 @@ def graph_program(program: Program, rank: int) -> RankProgram:
             continue
         assert consumer is not None
         sending, forward = kind == "send", op.kind == "F"
-        arrow = (op.stage, consumer.stage) if forward else (consumer.stage, op.stage)
-        port = ports[*arrow, op.micro_batch]
+        edge = (op.stage, consumer.stage) if forward else (consumer.stage, op.stage)
+        port = ports[*edge, op.micro_batch]
         slot = Slot(number, peer, sending, forward, op, consumer, queue_of(program.channel, rank, peer, sending), port)
         transfers[number, sending] = slot
         if not sending and forward:
@@ -109,28 +109,28 @@ def graph_program(program: Program, rank: int) -> RankProgram:
 
 
 def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:
-    """Cells by stage and micro-batch, ports by arrow and micro-batch."""
+    """Cells by stage and micro-batch, ports by edge and micro-batch."""
     again = plan.table().index[R]
     cells: dict[tuple[int, int], GraphCell] = {}
     ports: dict[tuple[int, int, int], Port] = {}
     for m, number in enumerate(plan.route_of_micro_batch):
-        arrows = arrows_of(plan.routes, plan.edges, number)
+        path_edges = edges_of(plan.routes, plan.edges, number)
         for s in plan.routes[number]:
             if plan.stages[s].rank == rank:
-                into = [a for a, b in arrows if b == s]
+                into = [a for a, b in path_edges if b == s]
                 shards = {(plan.stages[a].first, plan.stages[a].stop) for a in into if plan.stages[a].shard}
                 is_shard = plan.stages[s].shard is not None and plan.stages[s].stop == plan.num_layers
                 cells[s, m] = GraphCell(
                     s,
                     m,
                     not into,
-                    all(a != s for a, _ in arrows),
+                    all(a != s for a, _ in path_edges),
                     bool(again[s, m] >= 0),
                     adds=len(into) > 1 and len(shards) == 1 and all(plan.stages[a].shard for a in into)
                     and plan.stages[s].first < plan.stages[s].stop,
                     is_shard=is_shard,
                 )  # fmt: skip
-        for a, b in arrows:
+        for a, b in path_edges:
             giver, taker = cells.get((a, m)), cells.get((b, m))
             if giver is None and taker is None:
                 continue

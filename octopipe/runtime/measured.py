@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ class Recorder:
 
     def __init__(self, num_ops: int, device: torch.device):
         self.started, self.ended = [0.0] * num_ops, [0.0] * num_ops
-        self.extras: list[tuple[str, float, float]] = []
+        self._extras: list[tuple[str, Any, Any]] = []
+        """What followed the ops: a name, and the start and the end in seconds or as events."""
         self.device = device
         self._cuda = device.type == "cuda"
         self._stream: Any = None
@@ -46,7 +48,7 @@ class Recorder:
             self.mark = self._mark_event
 
     def begin_step(self) -> None:
-        self.extras.clear()
+        self._extras.clear()
         if self._cuda:
             self._stream = torch.cuda.current_stream(self.device)
 
@@ -73,23 +75,40 @@ class Recorder:
                 return k // 2, bool(k % 2)
         return None
 
-    @staticmethod
-    def now() -> float:
-        """Seconds on the host's clock."""
-        return time.perf_counter()
+    @contextmanager
+    def extra(self, name: str) -> Iterator[None]:
+        """Around something that follows the ops of a step."""
+        begin = self._now()
+        yield
+        self._extras.append((name, begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Seconds on the host's clock; waits for the device."""
+        """Starts and ends of ops in seconds on the host's clock; waits for the device."""
+        return self.all_times()[:2]
+
+    def all_times(self) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
+        """The same, and the extras."""
         if not self._cuda:
-            return self.started, self.ended
+            return self.started, self.ended, self._extras
         # The anchor: an event recorded on an idle device happens when the host says it does.
         torch.cuda.synchronize()
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record()
         torch.cuda.synchronize()
         now = time.perf_counter()
-        seconds = [now - event.elapsed_time(anchor) / 1e3 for event in self.events[:-1]]
-        return seconds[0::2], seconds[1::2]
+
+        def seconds(event: Any) -> float:
+            return now - float(event.elapsed_time(anchor)) / 1e3
+
+        ops = [seconds(event) for event in self.events[:-1]]
+        return ops[0::2], ops[1::2], [(name, seconds(a), seconds(b)) for name, a, b in self._extras]
 
 
 def _asking() -> Callable[[Any], bool]:
@@ -131,14 +150,14 @@ def measured_timeline(
     """The last step of all ranks (collective). Memory curves are the cost table's bytes at the measured times."""
     plan, rank = program.plan, program.rank
     offset = 0.0 if group is None else clock_offset_s(group, rank)
-    started, ended = recorder.times()
+    started, ended, extras = recorder.all_times()
     if ended and not any(ended):
         raise OctoPipeError("no step was run yet; call step() before timeline()")
     slots = [(s.number, s.sending, s.started if s.sending else s.ended, s.nbytes) for s in program.slots]
     mine: dict[str, list[Any]] = {
         "ops": [(a + offset, b + offset) for a, b in zip(started, ended)],
         "slots": [(number, sending, when + offset, size) for number, sending, when, size in slots],
-        "extras": [(name, a + offset, b + offset) for name, a, b in recorder.extras],
+        "extras": [(name, a + offset, b + offset) for name, a, b in extras],
     }
     everyone = [mine] if group is None else gather_values(group, mine)
     t = plan.table()
@@ -156,7 +175,7 @@ def measured_timeline(
     end = np.maximum(end, begin)
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, times[:, 0].copy(), times[:, 1].copy())
     transfers = Transfers(inner.source, inner.target, t.rank[inner.source], t.rank[inner.target], begin, end, nbytes)
-    extras = tuple(
+    after = tuple(
         Extra(name, r, (a - zero) * 1e3, (b - zero) * 1e3)
         for r, one in enumerate(everyone)
         for name, a, b in one["extras"]
@@ -166,7 +185,7 @@ def measured_timeline(
         spans=spans,
         transfers=transfers,
         memory=() if costs is None else memory_curves(inner, costs, spans, transfers),
-        extras=extras,
+        extras=after,
         measured=True,
         label=label,
         model=plan.model,

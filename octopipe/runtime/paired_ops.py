@@ -14,7 +14,8 @@ from torch import Tensor
 
 from octopipe.plans.plan import B, F, I, R, W
 from octopipe.runtime.slots import Step
-from octopipe.runtime.turns import Patience, Turns
+from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.turns import Fill, Patience, Turns, give_turn
 
 if TYPE_CHECKING:
     from octopipe.runtime.executor import Executor
@@ -34,8 +35,8 @@ def begins(first: int, second: int) -> int:
     """Which op of a pair has the first turn, by their kinds: the same on all members of an expert group.
 
     A backward, where there is one: a layer's backward starts with the exchange that its forward ended with, and the
-    other op can compute beside it from the start. A W, which has no exchange, comes second: it runs beside the other
-    op's first exchange.
+    other op can compute beside it from the start. A W, which has no exchange, comes second: it runs in portions beside
+    the other op's exchanges.
 
     >>> [begins(a, b) for a, b in ((F, B), (B, F), (W, F), (F, W), (F, F))]
     [1, 0, 1, 0, 0]
@@ -44,59 +45,103 @@ def begins(first: int, second: int) -> int:
     return int(place.get(second, 1) < place.get(first, 1))
 
 
+class Prepared(NamedTuple):
+    """An op of a pair with its inputs at hand."""
+
+    compute: Callable[[], None]
+    finish: Callable[[], None]
+    """Hands its results on."""
+    fill: Fill = None
+    """What it computes while its exchanges are under way (see `turns.py`)."""
+
+
+class Portions:
+    """Divides a W over the exchanges of the op beside it: after each portion, the other op has its turn.
+
+    >>> turns = []
+    >>> portions = Portions(6, 3, lambda: turns.append("other"))
+    >>> for work in (1, 1, 3, 1):
+    ...     portions(work)
+    ...     turns.append(work)
+    >>> turns
+    [1, 'other', 1, 'other', 3, 1]
+    """
+
+    def __init__(self, work: int, number: int, give: Callable[[], None]):
+        self._work, self._number, self._give = work, number, give
+        self._done, self._given = 0, 0
+
+    def __call__(self, work: int) -> None:
+        self._done += work
+        if self._given + 1 < self._number and self._done * self._number >= self._work * (self._given + 1):
+            self._given += 1
+            self._give()
+
+
 class PairedOps:
     """Runs the pairs of one executor's program."""
 
     def __init__(self, executor: Executor):
         self._executor, self._turns = executor, Turns()
+        self._exchanges: dict[tuple[int, int], int] = {}
+        """How often an op of a stage, by its kind, exchanged within its last pair."""
 
     def run(self, first: Step, second: Step, given: Given) -> None:
         executor, clock = self._executor, time.perf_counter
         recorder = executor.recorder
-        ops = [self._prepared(ins, given) for ins in (first, second)]
+        beside = (second, first)
+        ops = [self._prepared(ins, given, other) for ins, other in zip((first, second), beside, strict=True)]
         parts = {id(stage): stage for ins in (first, second) for stage, _ in executor.chains[ins.cell.stage].parts}
         modes = [mode for stage in parts.values() for mode in (stage.mode, stage.rerun)]
         # Where a forward works on copies of what it changes, no other op of its stage may come in between.
-        apart = first.cell.stage == second.cell.stage and any(stage.replay.moving() for stage in parts.values())
+        apart = first.cell.stage == second.cell.stage and not all(stage.replay.settled() for stage in parts.values())
         k = first.number
         recorder.started[k] = clock()
         if recorder.mark is not None:
             recorder.mark(k, 0)
         failed = self._turns.together(
-            ops[0][0],
-            ops[1][0],
+            ops[0].compute,
+            ops[1].compute,
             modes,
             apart=apart,
             begins=begins(first.code, second.code),
             patience=Patience(timeout_s=executor.timeout_s, failed=executor.board.failed_elsewhere),
+            fills=(ops[0].fill, ops[1].fill),
         )
         if failed is not None:
             executor.at = (first, second)[failed]
             raise self._turns.error
+        for ins, handed in zip((first, second), self._turns.handed, strict=True):
+            self._exchanges[ins.cell.stage, ins.code] = handed
         if recorder.mark is not None:
             recorder.mark(k, 1)
             recorder.mark(second.number, 0)
             recorder.mark(second.number, 1)
         # As in a prediction: the first has the time of both, the second ends with it.
         recorder.ended[k] = recorder.started[second.number] = recorder.ended[second.number] = clock()
-        for (_, finish), ins in zip(ops, (first, second), strict=True):
-            finish()
+        for op, ins in zip(ops, (first, second), strict=True):
+            op.finish()
             if ins.layers_done and executor.layers_done is not None:
                 executor.layers_done(ins.layers_done)
+            elif executor.between_ops is not None:
+                executor.between_ops()
 
     def close(self) -> None:
         self._turns.close()
 
-    def _prepared(self, ins: Step, given: Given) -> tuple[Callable[[], None], Callable[[], None]]:
-        """An op with its inputs at hand: what computes it, and what hands its results on."""
+    def _prepared(self, ins: Step, given: Given, beside: Step) -> Prepared:
         executor = self._executor
-        make = self._forward if ins.code == F else self._other if ins.code in (R, W) else self._backward
-        made = make(ins, given)
+        if ins.code == F:
+            made = self._forward(ins, given)
+        elif ins.code in (R, W):
+            made = self._other(ins, beside)
+        else:
+            made = self._backward(ins, given)
         for sent in ins.release:
             executor.transport.release(sent)
         return made
 
-    def _forward(self, ins: Step, given: Given) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _forward(self, ins: Step, given: Given) -> Prepared:
         executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
         if slot is None:
             value, needs = executor.own_input(cell, given.micro_batches)
@@ -118,9 +163,9 @@ class PairedOps:
             else:
                 cell.value = out
 
-        return compute, finish
+        return Prepared(compute, finish)
 
-    def _backward(self, ins: Step, given: Given) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _backward(self, ins: Step, given: Given) -> Prepared:
         executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
         if slot is not None:
             gradients = executor.transport.take_gradient(slot)
@@ -132,8 +177,14 @@ class PairedOps:
             loss, scale = given.losses[cell.micro_batch], given.scales[cell.micro_batch]
             gradients = [executor.seed_gradient(loss, scale)]
 
+        ops = executor.ops
+        # A pair's B leaves its weight gradients until its next exchange: they fill what the other op leaves exposed.
+        split = ins.code == B and not isinstance(ops, GraphedOps)
+
         def compute() -> None:
-            results.append(executor.ops.backward(cell, gradients, fused=ins.code == B))
+            results.append(ops.backward(cell, gradients, fused=ins.code == B and not split))
+            if split:
+                ops.weight(cell)
 
         def finish() -> None:
             found = results.pop()
@@ -142,9 +193,13 @@ class PairedOps:
             elif found and given.micro_batches is not None:
                 executor.outside.keep(given.micro_batches[cell.micro_batch], found)
 
-        return compute, finish
+        return Prepared(compute, finish, (lambda: ops.weight_so_far(cell)) if split else None)
 
-    def _other(self, ins: Step, given: Given) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _other(self, ins: Step, beside: Step) -> Prepared:
         ops, cell = self._executor.ops, ins.cell
-        run = ops.recompute if ins.code == R else ops.weight
-        return lambda: run(cell), lambda: None
+        if ins.code == R:
+            return Prepared(lambda: ops.recompute(cell), lambda: None)
+        # As many portions as the other op has exchanges, by what it did last: W then runs beside all of them.
+        number = self._exchanges.get((beside.cell.stage, beside.code), 1)
+        portions = Portions(ops.weight_work(cell), number, give_turn)
+        return Prepared(lambda: ops.weight(cell, portions), lambda: None)

@@ -4,7 +4,7 @@ Knows: which loss belongs to which layer. Does not know: how losses are computed
 the sum of all losses on its path, and the gradients are those of that sum.
 
     losses = octopipe.PathLosses({5: cross_entropy, 8: lambda out, target: 0.3 * cross_entropy(*shifted(out, target))})
-    octopipe.Pipeline(layers, plan, losses)       # layers 5 and 8 end stages that no arrow leaves
+    octopipe.Pipeline(layers, plan, losses)       # layers 5 and 8 end stages that no edge leaves
 """
 
 from __future__ import annotations

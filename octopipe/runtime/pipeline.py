@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import lowering_costs
-from octopipe.runtime.agreement import agreed_program
+from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.failures import Failures, warn_of_missing
 from octopipe.runtime.graph_executor import make_executor
@@ -44,12 +43,13 @@ from octopipe.runtime.ranks.overflow import PipelineGradScaler, computes_in_half
 from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
 from octopipe.runtime.ranks.reduce import Reducer, Shared
 from octopipe.runtime.ranks.replicas import Replicas
+from octopipe.runtime.ranks.ring_group import summing
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
-from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
 
 
@@ -111,24 +111,37 @@ class Pipeline:
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
         given = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
-        program = plan if isinstance(plan, Program) else None
-        self.plan = plan = plan.plan if isinstance(plan, Program) else plan.check()
-        if plan.num_ranks != given.size:
-            raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, the process group {given.size}; use as many")
-        if len(layers) != plan.num_layers:
-            raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")
-        self.costs = costs
-        lowered_here = program is None
-        if program is None:
-            times = lowering_costs(plan) if costs is None else costs
-            program = lower(plan, times, channel=channel, check=False)
         self.device = torch.device(device) if device is not None else given.default_device()
+        if cuda_graphs and self.device.type != "cuda":
+            raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
+        lowered_here = not isinstance(plan, Program)
+        program = program_of(plan, costs, channel, num_ranks=given.size, num_layers=len(layers))
+        self.plan = plan = program.plan
+        self.costs = costs
         self.world = world = given.for_steps(on_host=self.device.type != "cuda")
         # The strict transport exists to show what deadlocks do.
         self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
-        self.failures = Failures()
         self.rank = world.rank
         self.timeout_s = timeout_s
+        self._before_the_first_step()
+        self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
+        if main_grads:
+            keep_main_gradients(self.parameters())
+        self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
+        self.replicas.make_equal()
+        self._buffers = self.replicas.shared_buffers()
+        self._names_elsewhere, self._given_layers = names_by_id(layers), known_layers(layers)
+        self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
+        self._autocast = autocast_context(autocast, self.device)
+        self._half = computes_in_half(self._autocast, self.device, self.layers.named.values())
+        self.side_inputs, self._verify = tuple(side_inputs), verify
+        self._cuda_graphs = cuda_graphs
+        self._assemble()
+        self._inputs.check_side(self.world)
+
+    def _before_the_first_step(self) -> None:
+        """The state that steps change."""
+        self.failures = Failures()
         self.loss_scale = 1.0
         """Factor on the gradient of the loss (for float16); divide the gradients by it before the optimizer."""
         self.step_number = 0
@@ -137,36 +150,21 @@ class Pipeline:
         """Folder and step of the loaded checkpoint, until one is saved: later ones belong to another branch."""
         self.losses: Tensor | None = None
         """The losses of the last step, one per micro-batch, on every rank."""
-        self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
-        if main_grads:
-            keep_main_gradients(self.parameters())
-        self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
-        self.replicas.make_equal()
-        self._buffers = self.replicas.shared_buffers()
-        self._names_elsewhere, self._given_layers = names_by_id(layers), known_layers(layers)
         self._replaced: list[Shared] = []
-        self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
-        self._autocast = autocast_context(autocast, self.device)
-        self._half = computes_in_half(self._autocast, self.device, self.layers.named.values())
         self._watchdog: Watchdog | None = None
-        self.side_inputs, self._verify = tuple(side_inputs), verify
-        if cuda_graphs and self.device.type != "cuda":
-            raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
-        self._cuda_graphs = cuda_graphs
-        self._assemble()
-        self._inputs.check_side(self.world)
-        self._first_step = True
+        self._first_step = self._watches_copies = True
 
     def _assemble(self) -> None:
         """Creates everything that a step needs besides the layers (collective over the pipeline's ranks)."""
         world, timeout_s = self.world, self.timeout_s
-        groups = {h: world.subgroup(h) for h in self.layers.holder_sets()}
+        self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
+        self.board = board = Board(world.store(), board_name(world), self.rank, world.size)
+        failed, sets = lambda: bool(board.failed_elsewhere()), self.layers.holder_sets()
+        groups = {h: summing(world.subgroup(h), self.transport, self.device, timeout_s, failed) for h in sets}
         self.reducer = Reducer(
             self.plan, self.rank, self.layers.shared(), groups, world.axes, self.replicas.reaches, timeout_s=timeout_s
         )
-        self.board = Board(world.store(), board_name(world), self.rank, world.size)
         self.recorder = Recorder(len(self.plan.orders[self.rank]), self.device)
-        self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
         self.executor = make_executor(
             self.program,
             self.rank,
@@ -180,6 +178,7 @@ class Pipeline:
             autocast=self._autocast,
             timeout_s=timeout_s,
             layers_done=None if self.reducer.idle else self.reducer.layers_done,
+            between_ops=self.reducer.advance if self.reducer.needs_turns else None,
             side_inputs=self.side_inputs,
             cuda_graphs=self.device if self._cuda_graphs else None,
         )
@@ -188,6 +187,7 @@ class Pipeline:
         for chain in self.executor.chains.values():
             for stage, recomputes in chain.parts:
                 stage.always_check, stage.may_step_inside = self._verify, alone
+                stage.in_step_with_others = world.store() is not None and dist.get_world_size() > world.size
                 if recomputes:
                     stage.check_repeatable()
         keep_apart(
@@ -259,14 +259,14 @@ class Pipeline:
             first, self._first_step = self._first_step, False
             self.step_number += 1
             if not self.reducer.idle:
-                begin = self.recorder.now()
-                self.reducer.finish()
-                self.recorder.extras.append(("reduce", begin, self.recorder.now()))
+                with self.recorder.extra("reduce"):
+                    self.reducer.finish()
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
                 warn_of_missing(self.rank, self.named_parameters())
-            if first:
-                warn_of_copies(self.executor.chains, self.layers.ranks_of)
+            if self._watches_copies:  # in the second step, too: a rank may see a layer once a step
+                told = warn_of_copies(self.executor.chains, self.layers.ranks_of)
+                self._watches_copies = self.executor.steps_run < 2 and not told
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
@@ -438,6 +438,7 @@ class Pipeline:
         self.executor.ops.close()
         self.executor.pairs.close()
         self.transport.close()
+        self.reducer.close()
 
     def __enter__(self) -> Pipeline:
         return self

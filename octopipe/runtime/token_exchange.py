@@ -31,7 +31,8 @@ from octopipe.runtime.turns import failed_elsewhere, run_exchange
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.arenas import Arenas
 from octopipe.runtime.wire.transports.cuda_ipc import CHUNK_BYTES, CHUNKS
-from octopipe.runtime.wire.transports.ring import RingReceiver, RingSender, wait_on_host
+from octopipe.runtime.wire.transports.ring import wait_on_host
+from octopipe.runtime.wire.transports.ring_setup import open_rings
 
 Splits = Sequence[int] | None
 
@@ -53,32 +54,17 @@ class TokenExchange:
         self._world = world = World(group)
         self.device, self.timeout_s = torch.device(device), timeout_s
         self._arenas = arenas = Arenas(self.device)
-        self._senders: dict[int, RingSender] = {}
-        self._receivers: dict[int, RingReceiver] = {}
         self.rank, self.size = world.rank, world.size
         others = [r for r in range(self.size) if r != self.rank]
-        made = {
-            peer: {
-                "arena": arenas.arena((chunks, chunk_bytes)),
-                "filled": arenas.counter(),
-                "freed": arenas.counter(),
-                "queued": arenas.host_zeros((2,), torch.int64),
-            }
-            for peer in others
-        }
-        shown = world.gather({peer: {name: arenas.show(t) for name, t in mine.items()} for peer, mine in made.items()})
-        for peer in others:
-            mine, theirs = made[peer], shown[peer][self.rank]
-            # Rows for a peer go into the peer's arena and are freed on a counter of ours; the other way round for its.
-            self._senders[peer] = RingSender(
-                arenas.see(theirs["arena"]), arenas.see(theirs["filled"]), mine["freed"],
-                arenas.see_host(theirs["queued"]), arenas.lane(), self._until,
-            )  # fmt: skip
-            self._receivers[peer] = RingReceiver(
-                mine["arena"], mine["filled"], arenas.see(theirs["freed"]), mine["queued"], arenas.lane(), self._until
-            )
-        world.gather(None)
-        arenas.all_seen()
+        self._rings = open_rings(
+            arenas,
+            rank=self.rank,
+            targets=others,
+            sources=others,
+            new_arena=lambda: arenas.arena((chunks, chunk_bytes)),
+            gather=world.gather,
+            until=self._until,
+        )
 
     def __call__(self, rows: Tensor, *, send: Splits = None, receive: Splits = None) -> Tensor:
         """The rows that all members have for this one, in the order of the members; differentiable.
@@ -107,8 +93,9 @@ class TokenExchange:
         given, taken = rows.split(list(send)), out.split(list(receive))
         taken[self.rank].copy_(given[self.rank])
         # Receives first: a send that finds its arena full waits on the host, and receives go on meanwhile.
-        works: list[Any] = [ring.receive(taken[peer]) for peer, ring in self._receivers.items() if taken[peer].numel()]
-        works += [ring.send(given[peer]) for peer, ring in self._senders.items() if given[peer].numel()]
+        receivers, senders = self._rings.receivers.items(), self._rings.senders.items()
+        works: list[Any] = [ring.receive(taken[peer]) for peer, ring in receivers if taken[peer].numel()]
+        works += [ring.send(given[peer]) for peer, ring in senders if given[peer].numel()]
         return Moving(out, rows, works, self.timeout_s)
 
     def _until(self, holds: Any) -> None:
@@ -122,8 +109,7 @@ class TokenExchange:
 
     def close(self) -> None:
         """Give the memory back."""
-        for ring in self._receivers.values():
-            ring.close()
+        self._rings.close()
         self._arenas.close()
 
 

@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that the runtime uses, in one file, for every supported version.
+"""Every private name of PyTorch that the package uses (PyTorch's pipelining apart), for every supported version.
 
 Knows: the name, what it is used for, and what stands in its place where a version does not have it. Does not know: who
-uses it. `tests/runtime/test_runtime_private.py` has a test for every name and every attribute below, and holds that no
-other module of the runtime names one: a version of PyTorch that renames one of them fails there, by its name.
+uses it. `tests/runtime/test_runtime_private.py` has a test for every name and every attribute below, and checks that
+no other module names one: a version of PyTorch that renames one of them fails there, by its name.
 
 Attributes of tensors, modules and groups are read where they are needed: a function around each would cost more than
 some of the ops that are timed. ATTRIBUTES lists them.
@@ -47,12 +47,15 @@ PythonFunctionNode = torch._C._FunctionBase
 """The node of a `Function` that is written in Python."""
 engine_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 """What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
-run_backward_on_host = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
-"""What that calls in turn, once it has copied the context for the threads of devices: on the host there are none."""
+run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+"""What that calls in turn, once it has copied the context for the threads of devices: without devices there are none.
+Unlike the public function it does not compare shapes."""
 
 # -- products and memory ------------------------------------------------------------------------------------------
 
 grouped_mm = torch._grouped_mm
+unsafe_view = torch.ops.aten._unsafe_view
+"""The same numbers in another shape, as a tensor that autograd does not treat as a view."""
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 storage_use_count = torch._C._storage_Use_Count
 """How many tensors share a storage, by the storage's `_cdata`."""
@@ -159,9 +162,10 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "pytree",
-    "run_backward_on_host",
+    "run_engine",
     "set_grad_enabled",
     "storage_use_count",
     "top_saved_tensor_hooks",
+    "unsafe_view",
     "will_engine_execute",
 ]

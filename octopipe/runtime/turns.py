@@ -61,16 +61,30 @@ class OtherFailed(Exception):
     """Ends an op whose partner failed; never seen by users."""
 
 
+Fill = Callable[[], None] | None
+"""What an op still has to compute and can compute at any time: it does so while its exchange is under way."""
+
+
 class _Pair:
     """One pair while it runs."""
 
-    def __init__(self, modes: Sequence[SplitMode], *, apart: bool, begins: int = 0, patience: Patience | None = None):
-        self.modes, self.apart, self.patience = modes, apart, patience
+    def __init__(
+        self,
+        modes: Sequence[SplitMode],
+        *,
+        apart: bool,
+        begins: int = 0,
+        patience: Patience | None = None,
+        fills: tuple[Fill, Fill] = (None, None),
+    ):
+        self.modes, self.apart, self.patience, self._fills = modes, apart, patience, fills
         self.turn = begins
         self.done = [False, False]
         self.errors: list[BaseException | None] = [None, None]
         self._changed = threading.Condition()
         self._kept: list[Kept | None] = [None, None]
+        self.handed = [0, 0]
+        """How often each op has handed the turn over."""
 
     def run(self, side: int, op: Callable[[], None]) -> None:
         """Run one of the two ops, from its first turn to its end."""
@@ -87,8 +101,15 @@ class _Pair:
                 self._to(1 - side)
 
     def hand_over(self) -> None:
-        """Let the other op run until its next exchange, or its end."""
+        """Let the other op run until its next exchange, or its end; then fill what may be left of the exchange."""
         side = self.turn
+        self._other_runs(side)
+        fill = self._fills[side]
+        if fill is not None:
+            fill()
+
+    def _other_runs(self, side: int) -> None:
+        self.handed[side] += 1
         if self.done[1 - side]:
             return
         with self._changed:
@@ -131,8 +152,18 @@ class Pending(Protocol):
         """Let what follows on the compute stream wait for it."""
 
 
+_started = 0
+
+
+def exchanges_started() -> int:
+    """How many exchanges this process has started that torch.distributed does not count."""
+    return _started
+
+
 def run_exchange(issue: Callable[[], Pending]) -> Any:
     """Issue an exchange, let the other op of a pair run meanwhile, and wait; returns what waiting for it gives."""
+    global _started
+    _started += 1
     heard = _heard
     if heard is not None:
         heard()
@@ -152,6 +183,8 @@ def exchange() -> Iterator[None]:
     Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
     other op runs in between. Nothing happens elsewhere, except that a profile counts the block as exchange.
     """
+    global _started
+    _started += 1
     heard = _heard
     if heard is not None:
         heard()
@@ -160,6 +193,12 @@ def exchange() -> Iterator[None]:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # on which stream the exchange runs is not known here
         heard()
+    if _running is not None and not _running.apart:
+        _running.hand_over()
+
+
+def give_turn() -> None:
+    """Within a pair: let the other op run until its next exchange, though nothing is exchanged here."""
     if _running is not None and not _running.apart:
         _running.hand_over()
 
@@ -287,6 +326,8 @@ class Turns:
         self._asked = threading.Semaphore(0)
         self._ended = threading.Semaphore(0)
         self._job: Callable[[], None] | None = None
+        self.handed = (0, 0)
+        """How often each op of the last pair handed its turn over."""
 
     def together(
         self,
@@ -297,15 +338,17 @@ class Turns:
         apart: bool = False,
         begins: int = 0,
         patience: Patience | None = None,
+        fills: tuple[Fill, Fill] = (None, None),
     ) -> int | None:
         """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
 
         `apart`: one after the other, with no turn in between. `begins`: which of them has the first turn.
-        `patience`: how exchanges are waited for (default: as long as their group says).
+        `patience`: how exchanges are waited for (default: as long as their group says). `fills`: what each op computes
+        at its exchanges, after the other op's turn.
         """
         global _running
         assert _running is None, "a pair inside a pair"
-        pair = _Pair(modes, apart=apart, begins=begins, patience=patience)
+        pair = _Pair(modes, apart=apart, begins=begins, patience=patience, fills=fills)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 
@@ -324,6 +367,7 @@ class Turns:
                 self._ended.acquire()
         finally:
             _running = None
+        self.handed = (pair.handed[0], pair.handed[1])
         for side, error in enumerate(pair.errors):
             if error is not None and not isinstance(error, OtherFailed):
                 self.error: BaseException = error

@@ -24,6 +24,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.places import snapshot_of_modules
 from octopipe.runtime.stages.replay import Kept, everything_as
 from octopipe.runtime.stages.rng import rng_kept, rng_state, set_rng_state
+from octopipe.runtime.stages.weight_queue import Between
 from octopipe.runtime.values import build, flatten
 from octopipe.runtime.wire.messages import takes_gradient
 
@@ -223,10 +224,10 @@ class _WatchedRun:
                 gradients = self.runs.pop().backward_full(gradients)
         return self._keep(gradients)
 
-    def backward_weight(self) -> None:
+    def backward_weight(self, between: Between = None) -> None:
         with self._watched.counting():
             while self.runs:
-                self.runs.pop().backward_weight()
+                self.runs.pop().backward_weight(between)
 
 
 def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:

@@ -29,6 +29,7 @@ from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import CODES, B, Plan
 from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
+from octopipe.simulation.timeline import Timeline
 
 Floats = NDArray[np.float64]
 TOLERANCE = 0.02
@@ -46,6 +47,7 @@ class Ran:
     """What a plan's timed steps showed."""
 
     steps_ms: tuple[float, ...]
+    """With the reductions of gradients that plans with copies need (`reduced_ms`)."""
     op_ms: Floats
     """Median time of every op, in the plan's own numbering."""
     gap_ms: float
@@ -112,7 +114,7 @@ class Outcome:
     @property
     def predicted_ms(self) -> float:
         """The winner's step, by the corrected profile."""
-        return predict(self.best.plan, self.profile).makespan_ms
+        return reduced_ms(predict(self.best.plan, self.profile))
 
     def as_dict(self) -> dict[str, Any]:
         published = self.best_published
@@ -145,6 +147,12 @@ class Outcome:
         }
 
 
+def reduced_ms(timeline: Timeline) -> float:
+    """A step to the end of its ops and of its gradient reductions; the optimizer comes after."""
+    reductions = (float(e.end_ms) for e in timeline.extras if e.name.startswith("reduce"))
+    return max([timeline.makespan_ms, *reductions])
+
+
 Run = Callable[[str, Plan, Profile], Ran]
 Search = Callable[[CostTable, bool], Plan]
 """Costs, and whether layers may be held twice: the plan."""
@@ -175,9 +183,8 @@ def tune_measured(
     as the runtime takes it (its ranks named otherwise, say); a system whose plan it refuses is skipped.
     """
     costs = profile.costs
-    kinds = tuple(kinds) or tuple(costs.symbols)
-    if len(kinds) != costs.num_layers:
-        raise OctoPipeError(f"{len(kinds)} kinds for {costs.num_layers} layers; give one per layer")
+    kinds = _kind_of_every_layer(kinds, costs)
+    searches = _searches(search, copies, also or {})
     began = time.monotonic()
     rows: list[Row] = []
     skipped: list[str] = []
@@ -189,7 +196,7 @@ def tune_measured(
             name=name,
             round=number,
             plan=plan,
-            predicted_ms=predict(plan, now).makespan_ms,
+            predicted_ms=reduced_ms(predict(plan, now)),
             ran=run(name, plan, now),
         )
         rows.append(row)
@@ -212,13 +219,12 @@ def tune_measured(
         if number > 1 and start - began + longest > budget_s:
             break
         tuned = []
-        searches = {" with copies" if twice else "": partial(_with_copies, search, twice) for twice in copies}
-        for words, look in (searches | {f" {name}": one for name, one in (also or {}).items()}).items():
+        for words, look in searches.items():
             tell(f"round {number}: tuning{words}")
             plan = fitted(look(now.costs))
             known = next((r for r in rows if r.plan.orders == plan.orders and r.plan.stages == plan.stages), None)
             tuned.append(known or measure(f"tuned {number}{words}", number, plan))
-        errors = [predict(r.plan, now).makespan_ms / r.ran.step_ms - 1.0 for r in tuned]
+        errors = [reduced_ms(predict(r.plan, now)) / r.ran.step_ms - 1.0 for r in tuned]
         now, corrections = corrected(profile, rows, kinds)
         longest = max(longest, time.monotonic() - start)
         agreed = max(abs(e) for e in errors) <= tolerance
@@ -232,6 +238,24 @@ def tune_measured(
         agreed=agreed,
         skipped=tuple(skipped),
     )
+
+
+def _kind_of_every_layer(kinds: Sequence[str], costs: CostTable) -> tuple[str, ...]:
+    """The given kinds, or the layers' symbols where none are given."""
+    kinds = tuple(kinds) or tuple(costs.symbols)
+    if len(kinds) != costs.num_layers:
+        raise OctoPipeError(f"{len(kinds)} kinds for {costs.num_layers} layers; give one per layer")
+    return kinds
+
+
+def _searches(
+    search: Search, copies: Sequence[bool], also: Mapping[str, Callable[[CostTable], Plan]]
+) -> dict[str, Callable[[CostTable], Plan]]:
+    """The searches of every round, by the words that their plans' names end with."""
+    found: dict[str, Callable[[CostTable], Plan]] = {
+        " with copies" if twice else "": partial(_with_copies, search, twice) for twice in copies
+    }
+    return found | {f" {name}": one for name, one in also.items()}
 
 
 def _with_copies(search: Search, copies: bool, costs: CostTable) -> Plan:

@@ -13,6 +13,7 @@ from typing import Protocol
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
 from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
 
 
 def recomputing(plan: Plan, layers: Mapping[int, int] | None = None) -> Plan:
@@ -71,10 +72,25 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
     return recomputing(plan, dict(enumerate(high)))
 
 
+def checkpointed_per_stage(plan: Plan, layers: int) -> tuple[int, int]:
+    """The least number of layers that, recomputed in every stage, are at least `layers` in all, and how many that is.
+    Embedding and head are not recomputed."""
+    blocks = [min(s.stop, plan.num_layers - 1) - max(s.first, 1) for s in plan.stages]
+    total = [sum(min(each, max(n, 0)) for n in blocks) for each in range(max(blocks) + 1)]
+    each = next((n for n, found in enumerate(total) if found >= layers), len(total) - 1)
+    return each, total[each]
+
+
 class Price(Protocol):
     """Costs under a mode of recomputation (none, selective, full) and, with full, a number of layers."""
 
     def __call__(self, mode: str, layers: int | None = None, /) -> CostTable: ...
+
+
+PROBES = 6
+"""How many numbers of recomputed layers are tried, evenly apart, where recomputing all of them does not fit."""
+NEAR = 0.1
+"""By which share of the memory recomputing all layers may be over it where that is done."""
 
 
 def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> tuple[Plan, CostTable]:
@@ -82,7 +98,11 @@ def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> t
 
     Whole layers are recomputed one at a time inside the backward, as Megatron, FSDP and Hugging Face do it: a matter
     of prices, not of the plan's ops. `auto` takes the first that fits: nothing, selective recomputation, beyond it as
-    few whole layers as do, then all. A plan that recomputes by itself is left alone.
+    few whole layers as do, then all. A plan that recomputes by itself is left alone. Where nothing fits, the plan that
+    recomputes all layers is returned.
+
+    Recomputing more layers does not always need less memory: a layer that runs again needs its workspace on top of
+    everything that is kept, so a few recomputed layers may fit where all of them do not.
     """
     if mode != "auto":
         costs = price(mode)
@@ -93,17 +113,44 @@ def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> t
         if recomputes(plan) or simulate(plan, costs, check=False).fits:
             return plan, costs
     layers = plan.num_layers - 2
-    costs = price("full")
-    plan = build(costs)
-    if layers < 2 or not simulate(plan, costs, check=False).fits:
-        return plan, costs
-    low, high, found = 0, layers, (plan, costs)
+
+    def made(number: int | None = None) -> tuple[Plan, CostTable, Timeline]:
+        costs = price("full", number)
+        plan = build(costs)
+        return plan, costs, simulate(plan, costs, check=False)
+
+    whole = best = made()
+    low, high = 0, layers
+    if not whole[2].fits:
+        for number in _spread_numbers(layers) if _nearly_fits(whole[2]) else ():
+            best = made(number)
+            if best[2].fits:
+                high = number
+                break
+            low = number
+        if not best[2].fits:
+            return whole[:2]
     while high - low > 1:
         middle = (low + high) // 2
-        costs = price("full", middle)
-        plan = build(costs)
-        if simulate(plan, costs, check=False).fits:
-            high, found = middle, (plan, costs)
+        fewer = made(middle)
+        if fewer[2].fits:
+            high, best = middle, fewer
         else:
             low = middle
-    return found
+    return best[:2]
+
+
+def _spread_numbers(layers: int) -> list[int]:
+    """Numbers of layers between none and all of them, evenly apart.
+
+    >>> _spread_numbers(61), _spread_numbers(3), _spread_numbers(1)
+    ([9, 17, 26, 35, 44, 52], [1, 2], [])
+    """
+    return sorted({round(k * layers / (PROBES + 1)) for k in range(1, PROBES + 1)} - {0, layers})
+
+
+def _nearly_fits(timeline: Timeline) -> bool:
+    """Whether less workspace could make a plan fit. A plan that is far from it holds too much, whatever its workspace,
+    and is not worth the time of further simulations."""
+    both = zip(timeline.peak_bytes, timeline.capacity_bytes, strict=True)
+    return all(peak <= (1.0 + NEAR) * capacity for peak, capacity in both)

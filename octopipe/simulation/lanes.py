@@ -52,6 +52,15 @@ def lane_spans(plan: Plan, costs: CostTable, spans: Spans) -> LaneSpans | None:
     return LaneSpans(span.astype(np.int32), lane_of.astype(np.int32), start.astype(float), stop.astype(float))
 
 
+def exposed_ms(prices: PairPrices, *ops: Op) -> float:
+    """The exchange of an op that runs alone, or of two that run together, during which the rank does not compute."""
+    pieces = _pair_pieces(prices, *ops) if len(ops) == 2 else _alone_pieces(prices, ops[0])
+    computing = sorted((a, b) for _, lane, a, b in pieces if lane == COMPUTE)
+    end = max((b for *_, b in pieces), default=0.0)
+    exchanging = [(a, b) for _, lane, a, b in pieces if lane == EXCHANGE]
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchanging for c, d in _gaps(computing, end))
+
+
 def _alone_pieces(prices: PairPrices, op: Op) -> list[Piece]:
     """Segments of an op that runs alone, shared experts beside their exchange."""
     if op.kind == "W" or prices.segments is None:

@@ -149,12 +149,60 @@ def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: 
 def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
     """Bytes in use on every rank over time, for predicted or measured spans of a program.
 
-    F holds its activation (or what recomputation keeps) until I, W's part until W; R restores what F dropped. What is
-    offloaded is let go once it has left, and taken again before its fetch.
+    F holds its activation (or what recomputation keeps) until I, and W's part of it until W; R restores what F dropped.
+    Offloaded activations occupy no memory between their release and their fetch.
     A tensor between stages lives from its producer's end to its transfer's end on the sending rank, and from
     its transfer's start to its consumer's start on the other (a gradient: to its consumer's end).
     """
     plan = program.plan
+    t = plan.table()
+    at_start, at_end = _changes_of_ops(plan, costs)
+    changes = _Changes()
+    changes.add(t.rank, spans.start_ms, at_start)
+    changes.add(t.rank, spans.end_ms, at_end)
+    if program.moves is not None:
+        moves = program.moves
+        released, fetched = memory_times(moves, t.offsets, spans.start_ms, spans.end_ms)
+        changes.add(t.rank[moves.forward], released, -moves.nbytes)
+        changes.add(t.rank[moves.forward], fetched, moves.nbytes)
+    _add_tensors_between_stages(changes, program, costs, spans, transfers)
+    return changes.curves(static_bytes(plan, costs))
+
+
+class _Changes:
+    """Changes of the bytes in use, in any order: on which rank, when, and by how much."""
+
+    def __init__(self) -> None:
+        self._rank: list[NDArray[np.int32]] = []
+        self._time: list[Floats] = []
+        self._delta: list[Floats] = []
+
+    def add(self, rank: NDArray[np.int32], when: Floats, change: Floats) -> None:
+        self._rank.append(rank)
+        self._time.append(when)
+        self._delta.append(change)
+
+    def curves(self, static: Floats) -> tuple[MemoryCurve, ...]:
+        """The curve of every rank, above its static bytes."""
+        ranks, times, deltas = np.concatenate(self._rank), np.concatenate(self._time), np.concatenate(self._delta)
+        by = np.lexsort((times, ranks))
+        ranks, times, deltas = ranks[by], times[by], deltas[by]
+        bounds = np.searchsorted(ranks, np.arange(static.size + 1))
+        curves = []
+        for r in range(static.size):
+            mine = slice(bounds[r], bounds[r + 1])
+            used = static[r] + np.cumsum(deltas[mine])
+            # Rounding of sums of large byte counts can leave a hair below the static level at the end.
+            used = np.maximum(used, static[r])
+            when = times[mine]
+            # What exists for no time at all (freed and taken in one instant) is no state of the memory.
+            lasting = np.append(when[1:] > when[:-1], True)[: when.size]
+            curves.append(MemoryCurve(when[lasting], used[lasting], float(static[r])))
+        return tuple(curves)
+
+
+def _changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
+    """By how much every op changes the bytes in use on its rank, at its start and at its end."""
     t = plan.table()
     memory = stage_memory(plan, costs)
     cell = (t.stage, t.micro_batch)
@@ -168,27 +216,23 @@ def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: T
     at_end[is_w] = -stash[is_w]
     at_end[is_b] = -activation[is_b]
     scratch = workspace_bytes(plan, costs)[t.stage]
-    at_start += scratch
-    at_end -= scratch
+    return at_start + scratch, at_end - scratch
 
-    rank, time, delta = [t.rank, t.rank], [spans.start_ms, spans.end_ms], [at_start, at_end]
 
-    def add(on: NDArray[np.int32], when: Floats, change: Floats) -> None:
-        rank.append(on)
-        time.append(when)
-        delta.append(change)
-
-    if program.moves is not None:
-        moves = program.moves
-        released, fetched = memory_times(moves, t.offsets, spans.start_ms, spans.end_ms)
-        add(t.rank[moves.forward], released, -moves.nbytes)
-        add(t.rank[moves.forward], fetched, moves.nbytes)
+def _add_tensors_between_stages(
+    changes: _Changes, program: Program, costs: CostTable, spans: Spans, transfers: Transfers
+) -> None:
+    """Outputs and gradients that cross stages: on the rank that makes them, and on the one that takes them."""
+    plan = program.plan
+    t = plan.table()
+    add = changes.add
     out_bytes = boundary_bytes(plan, costs)[0]
     data = plan.predecessor_table()
     further = range(3, data.shape[1])
     last_use = np.full(t.stage.size, -1.0)
     for forward, column in [(True, k) for k in (0, *further)] + [(False, k) for k in (2, *further)]:
-        consumer = np.flatnonzero((data[:, column] >= 0) & ((t.kind == F) if forward else (is_i | is_b)))
+        takes = (t.kind == F) if forward else ((t.kind == I) | (t.kind == B))
+        consumer = np.flatnonzero((data[:, column] >= 0) & takes)
         producer = data[consumer, column]
         # A gradient is as large as the output that it is the gradient of, which its consumer made.
         maker = producer if forward else consumer
@@ -214,22 +258,6 @@ def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: T
         size = out_bytes[t.stage[made], t.micro_batch[made]]
         add(t.rank[made], spans.end_ms[made], size)
         add(t.rank[made], last_use[made], -size)
-    ranks, times, deltas = np.concatenate(rank), np.concatenate(time), np.concatenate(delta)
-    by = np.lexsort((times, ranks))
-    ranks, times, deltas = ranks[by], times[by], deltas[by]
-    static = static_bytes(plan, costs)
-    bounds = np.searchsorted(ranks, np.arange(plan.num_ranks + 1))
-    curves = []
-    for r in range(plan.num_ranks):
-        mine = slice(bounds[r], bounds[r + 1])
-        used = static[r] + np.cumsum(deltas[mine])
-        # Rounding of sums of large byte counts can leave a hair below the static level at the end.
-        used = np.maximum(used, static[r])
-        when = times[mine]
-        # What exists for no time at all (freed and taken in one instant) is no state of the memory.
-        lasting = np.append(when[1:] > when[:-1], True)[: when.size]
-        curves.append(MemoryCurve(when[lasting], used[lasting], float(static[r])))
-    return tuple(curves)
 
 
 def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
@@ -264,7 +292,7 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
             ready, took = ready_at[s], 0.0
             if len(holders) > 1:
                 other = next(h for h in holders if h != rank)
-                took += _all_reduce_ms(nbytes, len(holders), costs.network.link(rank, other))
+                took += _all_reduce_ms(nbytes, len(holders), costs.sum_link(rank, other))
             took += _all_reduce_ms(nbytes, costs.data_parallel, costs.reduction)
             if took > 0:
                 begin = max(clock, ready)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import time
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
+    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 
 import megatron_models as mm  # noqa: E402
 import numpy as np  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import PATIENCE_S, Ranks  # noqa: E402
 
 from octopipe import megatron  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.megatron.driver import PlanDriver  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
@@ -140,7 +144,7 @@ def run_plan(world, plan, kind="gpt", tied=False, ddp=None, steps=1, **more):
             for k, c in enumerate(chunks)
         ]
         config.finalize_model_grads_func = finalize_model_grads
-    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    step = megatron.forward_backward_func(plan, timeout_s=PATIENCE_S)
     batches = mm.batches(plan.num_micro_batches)
     for _ in range(steps):
         for m in models if ddp is not None else []:
@@ -355,6 +359,32 @@ def test_chunks_and_micro_batches_must_be_the_plans(four):
         assert "this step 3" in said[1]
 
 
+def test_what_the_prices_recompute_must_be_recomputed_by_megatron():
+    """Otherwise a run holds more than its plan promised. A plan whose prices recompute nothing asks for nothing."""
+    none = {"recompute_granularity": None}
+    selective = {"recompute_granularity": "selective"}
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    block = {**whole, "recompute_method": "block"}
+    configs = [none, selective, whole, block, {**block, "recompute_num_layers": mm.DECODERS}]
+    expected = {
+        "none": [None] * 5,
+        "selective": ["recompute_granularity is None", None, None, None, None],
+        "full": ["recompute_granularity is None", "recompute_granularity is selective", None, "layers is 1", None],
+    }
+    for priced, words in expected.items():
+        plan = _system("1f1b", 2).with_extra(setting={"recompute": priced})
+        costs = CostTable.uniform(num_layers=LAYERS)
+        driver = PlanDriver(plan, costs=costs, channel="directed", transport=None, timeout_s=PATIENCE_S)
+        for config, word in zip(configs, words, strict=True):
+            chunk = torch.nn.Linear(1, 1)
+            chunk.config = SimpleNamespace(**config)
+            if word is None:
+                driver._check_models([chunk], 0)
+            else:
+                with pytest.raises(OctoPipeError, match=f"--recompute {priced}.*{word}.* set recompute_granularity="):
+                    driver._check_models([chunk], 0)
+
+
 def test_layout_says_the_flags_or_why_not():
     assert megatron.layout(_system("1f1b", 4)).arguments.endswith('"Et|(tt|)*2,tL"')
     with pytest.raises(OctoPipeError, match="forward_backward_func"):
@@ -487,7 +517,7 @@ def profile_between_steps(world, system):
     config = mm.gpt_config(2, None, megatron.placement(plan))
     chunks = megatron.build_chunks(plan, lambda pre_process, post_process: mm.gpt(
         config, pre_process=pre_process, post_process=post_process))  # fmt: skip
-    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    step = megatron.forward_backward_func(plan, timeout_s=PATIENCE_S)
     usual = {"forward_step_func": mm.forward_step, "model": chunks, "seq_length": mm.LENGTH, "micro_batch_size": 2}
     found = []
     for again in (False, True):
@@ -571,7 +601,7 @@ def warned_of_precision(world, precision):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("octopipe.megatron").addHandler(handler)
-    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    step = megatron.forward_backward_func(plan, timeout_s=PATIENCE_S)
     usual = {"forward_step_func": mm.forward_step, "seq_length": mm.LENGTH, "micro_batch_size": 2}
     for _ in range(2):
         step(**usual, model=chunks, data_iterator=iter(mm.batches(4)), num_microbatches=4)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from executor_models import NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import shared_ranks  # noqa: E402
+from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe import torch_engine  # noqa: E402
@@ -75,7 +75,7 @@ def compare(world, jobs):
         error = _worst(grads, expected)
         for layer in case.layers:
             layer.zero_grad(set_to_none=True)
-        with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20.0) as pipe:
+        with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             pipe.step(case.inputs, case.targets)
         out.append((error, loss_error, worst_error(pipe, expected)))
     return out

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_programs import copied, disagreement, made, same
+from moe_settings import moe_setting
 
 import octopipe
 from octopipe.base.compile import Kernel, njit
 from octopipe.costs.table import CostTable
 from octopipe.plans.two_lanes import pair_table
-from octopipe.search.algorithm1.arrange import Desk, _stashed
+from octopipe.search.algorithm1.arrange import OrderState, _stashed
 from octopipe.search.algorithm1.prices import Prices
 from octopipe.search.graphs.cut_head import CutHeadSearch
+from octopipe.search.pairing.choose import neighbours_paired
+from octopipe.search.pairing.polish import Polisher
+from octopipe.search.pairing.search import PairSearch
 from octopipe.search.systems import build_plan, systems
 from octopipe.search.tuner import tune
 from octopipe.search.tuner.core.anneal import write_line
@@ -76,6 +80,12 @@ def _work() -> None:
     tune(costs.replace(optimizer_ms=np.ones(6)), 2, 4, budget_s=600.0, iterations=300, workers=1)
     headed = costs.replace(symbols="ETTTTL", boundary_bytes=np.ones(6), tokens_per_micro_batch=16, rank_memory_bytes=())
     CutHeadSearch(costs=headed, num_ranks=2, num_micro_batches=4, budget_s=600.0, moves=60).run()
+    for seed in (10, 11):
+        with_experts, ranks, micro_batches = moe_setting(random.Random(seed), 0.4)
+        setting = {"costs": with_experts, "num_ranks": ranks, "num_micro_batches": micro_batches}
+        PairSearch(**setting, budget_s=600.0, moves=20, seed=seed).run()
+        paired = neighbours_paired(build_plan("zb-v", with_experts, ranks, micro_batches), with_experts)
+        Polisher(paired, with_experts, seed).run(budget_s=None, moves=20)
     # What small settings do not come to.
     pair_table(0, np.array([1.0, 2.0, 0.5]), 1, np.array([0.7, 1.1]), 0.1, 0.2)
     write_line(np.zeros((2, 4)), 1, 5, 2, 3.5, 3.25)
@@ -83,8 +93,8 @@ def _work() -> None:
     nothing = np.zeros(1)
     prices = Prices(*[nothing] * len(Prices._fields))._replace(stash=np.arange(6.0).reshape(2, 3))
     waiting = np.array([[[0, 2], [1, 0], [1, 1]]])
-    desk = Desk(*[nothing] * len(Desk._fields))._replace(waiting=waiting, queue=np.array([[0], [3]]))
-    _stashed(prices, desk, 0)
+    state = OrderState(*[nothing] * len(OrderState._fields))._replace(waiting=waiting, queue=np.array([[0], [3]]))
+    _stashed(prices, state, 0)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import draws
 from fuzz_cases import CONFIGS, LAYER_TIMES, NASTY, PROFILE, SETTING, Reader, damaged, outcome, readers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,7 +63,9 @@ def test_every_valid_file_is_read(name: str, tmp_path: Path) -> None:
 def test_a_damaged_file_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     reader, path = ALL[name], tmp_path / f"case{ALL[name].suffix}"
 
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=draws(60), deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(st.data())
     def any_damage(data: st.DataObject) -> None:
         valid = reader.valid[data.draw(st.integers(0, len(reader.valid) - 1))]
@@ -356,7 +359,7 @@ TEXT = st.text(':"\\{ab')
 
 
 @given(st.recursive(TEXT | st.integers(), lambda v: st.lists(v) | st.dictionaries(TEXT, v), max_leaves=6))
-@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@settings(max_examples=draws(40), deadline=None, database=None, derandomize=True)
 def test_every_object_with_distinct_keys_is_decoded_as_it_is(value: object) -> None:
     assert decode_json(json.dumps(value), "x.json") == json.loads(json.dumps(value))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import some
 
 from octopipe.cli import VERBS, main
 
@@ -267,7 +268,7 @@ def test_tune_switches_phases_of_algorithm_1(capsys: pytest.CaptureFixture[str],
     assert code == 2 and "--method octopipe" in err
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", some(["SIGTERM", "SIGINT"]))
 def test_a_signal_ends_tune_with_the_best_plan_on_disk(tmp_path: Path, name: str) -> None:
     path, plan = times_file(tmp_path, "TTTTTTTTTTTL", 1.0, 1.5, 0.5), tmp_path / "plan.json"
     words = ("tune", path, "--pp", "4", "--micro-batches", "8", "--method", "random", "--budget", "500s")

@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE_S
 
 from octopipe import cli
 from octopipe.base.errors import DoesNotFitError
@@ -157,9 +157,8 @@ def test_serve_stops_in_good_order(number: signal.Signals) -> None:
     assert server.stderr is not None
     first = server.stderr.readline()
     assert "http://" in first
-    time.sleep(0.3)
     server.send_signal(number)
-    rest = server.communicate(timeout=20)[1]
+    rest = server.communicate(timeout=PATIENCE_S)[1]
     assert "stopped" in rest and "Traceback" not in rest and server.returncode == 128 + number
 
 
@@ -358,11 +357,13 @@ def write_flags() -> None:
         (("train", "nemotron-h-4b", "--scale", "0.02", "--layers", "4", "--data", "none.jsonl"), 2, "no such file"),
         (("train", "nemotron-h-4b", "--scale", "0"), 2, "above 0 and at most 1"),
         (("profile", "nemotron-h-4b", "--scale", "0"), 2, "above 0 and at most 1"),
-        (("profile", "llama3.1-405b", "--nproc", "64"), 3, "its largest layer with gradients on 64 ranks"),
+        (("profile", "llama3.1-405b", "--nproc", "64"), 3, "measuring its layers on 64 ranks needs about"),
         (("train", "llama3.1-405b", "--nproc", "2"), 3, "does not fit in memory: the run needs about"),
         (("simulate", "my.csv"), 2, "my.csv: no such file"),
         (("tune", "times.sqlite", "--pp", "2"), 2, "times.sqlite: no such file"),
         (("import", "empty.csv", "--pp", "2"), 2, "empty.csv is empty"),
+        (("check", "config.json"), 2, 'config.json: it has no "format"; expected'),
+        (("tune", "--profile", "none.json", "--pp", "2"), 2, "none.json: no such file"),
     ],
 )
 def test_beginners_mistakes_are_found_before_any_work(
@@ -377,5 +378,6 @@ def test_beginners_mistakes_are_found_before_any_work(
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     Path("empty.csv").touch()
+    Path("config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     found, out, error = run(capsys, *words)
     assert (found, out) == (code, "") and said in error and error.count("\n") == 1, error

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +152,9 @@ def test_a_wait_in_c_is_given_up_and_hears_its_error() -> None:
 def test_a_loopback_interface_that_is_down_is_named() -> None:
     pytest.importorskip("torch")
     code = "from octopipe.runtime.ranks.meeting import local_store; local_store()"
-    began = time.monotonic()
     done: Any = subprocess.run(
         ["unshare", "-rn", sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
     )
     if "unshare" in done.stderr and "OctoPipeError" not in done.stderr:
         pytest.skip("no namespaces for this user")
     assert "does not answer itself on 127.0.0.1" in done.stderr and "ip link set lo up" in done.stderr
-    assert time.monotonic() - began < 250.0

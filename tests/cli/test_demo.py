@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
 
@@ -52,3 +55,39 @@ def test_busy_cores_are_those_of_now(demo: Any) -> None:
         stop.set()
         os.kill(child, 9)
         os.waitpid(child, 0)
+
+
+def fake_result(loss: float) -> SimpleNamespace:
+    return SimpleNamespace(predicted_ms=1.0, pipeline_ms=2.0, bubble_ratio=0.1, losses=[loss, loss / 2])
+
+
+def test_the_training_part_uses_what_the_package_has(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the ranks: `make demo` broke unnoticed when a function moved to another file."""
+    pytest.importorskip("torch")
+    from octopipe.runtime.training import train
+    from octopipe.runtime.training.job import Phase, StepReport, TrainJob
+
+    asked: list[TrainJob] = []
+
+    def in_turns(jobs: list[TrainJob], tell: Any) -> list[SimpleNamespace]:
+        asked.extend(jobs)
+        tell(Phase(text="measuring layers"))
+        tell(StepReport(**{field.name: 1.0 for field in fields(StepReport)} | {"memory_bytes": (1.0, 2.0)}))
+        return [fake_result(6.0), fake_result(6.0)]
+
+    monkeypatch.setattr(train, "train_in_turns", in_turns)
+    monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
+    out = Console(force_terminal=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(demo, "out", out)
+    demo.train_for_real(2)
+    assert [job.tune_s for job in asked] == [None, 5.0]
+    assert asked[0].spec.num_layers == 14 and "equal bit for bit" in out.file.getvalue()
+
+
+@pytest.mark.slow
+def test_the_training_part_trains(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    out = Console(width=100, file=io.StringIO())
+    monkeypatch.setattr(demo, "out", out)
+    demo.train_for_real(2)
+    assert "losses of all 2 steps are equal" in out.file.getvalue()

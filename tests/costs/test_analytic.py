@@ -186,10 +186,12 @@ def test_micro_batches_of_different_length_scale_layer_kinds_differently():
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("gpu_name", ["h800", "l40s"])
 def test_every_preset_has_finite_costs_everywhere(name, gpu_name):
-    table = analytic_costs(preset(name), Cluster(gpu=gpu(gpu_name), tp=8, pp=8))
-    assert np.all(table.forward_ms > 0) and np.all(table.input_ms[1:] > 0)
+    tp = 8 if preset(name).source is None else 4  # 20 and 28 heads are not divided by 8
+    table = analytic_costs(preset(name), Cluster(gpu=gpu(gpu_name), tp=tp, pp=8))
+    works = [not all(isinstance(part, Embedding) for part in layer.parts) for layer in preset(name)]
+    assert np.all(table.forward_ms > 0) and np.all(table.input_ms[works] > 0)
     assert np.all(table.stash_bytes <= table.activation_bytes)
-    assert table.gpus_per_rank == 8
+    assert table.gpus_per_rank == tp
 
 
 def test_the_model_flop_utilisation_stays_below_the_efficiencies():

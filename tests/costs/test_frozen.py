@@ -38,6 +38,16 @@ def test_adapters_are_the_only_weights_with_gradients_and_state() -> None:
     assert sharded.static_bytes.sum() == pytest.approx((2 * frozen + 16 * trained) / dp)
 
 
+def test_adapters_on_attention_alone_leave_the_rest_of_a_block_frozen() -> None:
+    rank, dp = 16, 8
+    sides = (HIDDEN + HIDDEN + 2 * KV) + (HIDDEN + HIDDEN)
+    costs, everywhere = table(dp=dp, lora=rank, lora_on="attention"), table(dp=dp, lora=rank)
+    assert costs.gradient_bytes.sum() == 4 * BLOCKS * rank * sides
+    assert (costs.forward_ms[1:-1] < everywhere.forward_ms[1:-1]).all()
+    assert costs.layer_ms.sum() < everywhere.layer_ms.sum()
+    assert costs.setup is not None and "LoRA of rank 16 on attention" in costs.setup.words()
+
+
 def test_adapters_save_the_weight_gradients_and_cost_a_little_forward() -> None:
     plain, costs = table(dp=8), table(dp=8, lora=16)
     assert (costs.forward_ms[1:-1] > plain.forward_ms[1:-1]).all()

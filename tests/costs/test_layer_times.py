@@ -7,6 +7,7 @@ import os
 
 import msgspec
 import pytest
+from effort import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +158,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=draws(200))
 @given(st.dictionaries(st.sampled_from([*GOOD, "activation_gib", "stash_gib", "tokens", "x"]), json_values))
 def test_any_object_loads_or_is_refused_in_one_line(changes):
     try:
@@ -208,3 +209,16 @@ def test_wrong_segments_are_one_line(change: object, words: str) -> None:
     segments = {**MOE["segments"], **change} if isinstance(change, dict) else change  # type: ignore[dict-item]
     with pytest.raises(OctoPipeError, match=words):
         costs_of_layer_times({**MOE, "segments": segments}, name="moe")
+
+
+def test_a_models_config_is_not_a_profile(tmp_path):
+    """`"pattern" is missing` would not say what is wrong."""
+    from octopipe.costs.profile_file import load_profile
+
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(OctoPipeError, match=r"a Hugging Face config, not a profile; `octopipe profile .*` writes one"):
+        load_profile(path)
+    path.write_text('{"format": "octopipe.plan/1", "num_layers": 4}')
+    with pytest.raises(OctoPipeError, match=r"its format is 'octopipe.plan/1'; expected 'octopipe.profile/1'"):
+        load_profile(path)

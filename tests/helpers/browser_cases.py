@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ranks import PATIENCE_S
 
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.table import CostTable
 
 
-def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
+def until(page: Any, expression: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait for an expression to be true; Playwright's own waiting evaluates strings, which the page forbids."""
     end = time.monotonic() + timeout_s
     while not page.evaluate(expression):

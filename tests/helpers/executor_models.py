@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from random_plans import random_plan
 from torch import Tensor, nn
+
+from octopipe.plans.plan import Plan
+from octopipe.simulation.lowering import CHANNELS
 
 VOCAB, WIDTH = 11, 6
 NUM_LAYERS = 8
@@ -123,6 +128,17 @@ def _cross_entropy(output: Any, target: Tensor) -> Tensor:
 
 
 KINDS = ("plain", "tied", "moe", "several", "pair", "views", "shapes", "frozen")
+
+
+def random_jobs(size: int, number: int, *, first_seed: int) -> list[tuple[str, str, Plan, str]]:
+    """Random plans on `size` ranks, each with a name, a kind of model and a channel model; all of them occur soon."""
+    jobs = []
+    for seed in range(number):
+        rng = random.Random(first_seed + seed)
+        plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.choice((3, 4, 5)))
+        channel = CHANNELS[(seed + seed // len(KINDS)) % len(CHANNELS)]
+        jobs.append((f"seed {seed}", KINDS[seed % len(KINDS)], plan, channel))
+    return jobs
 
 
 def make(kind: str, num_micro_batches: int, *, num_layers: int = NUM_LAYERS, seed: int = 0) -> Case:

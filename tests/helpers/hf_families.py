@@ -43,9 +43,29 @@ SIZES: dict[str, Any] = {
     "adapter_rank": 4, "max_window_layers": 2,
 }  # fmt: skip
 """By key. A family's config gets those of its own keys."""
-ZERO = ("dropout", "pdrop", "_drop", "jitter", "layerdrop")
+MORE: dict[str, Any] = {
+    "encoder_layers": 3, "decoder_layers": 4, "num_decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_ff": 48, "num_layers": 3, "depth": 4,
+    "encoder_num_hidden_layers": 3, "decoder_num_hidden_layers": 4, "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4, "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4,
+    "image_size": 16, "patch_size": 4, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64,
+    "embed_dim": 32, "projection_dim": 32, "output_dim": 32, "out_hidden_size": 32, "spatial_merge_size": 2,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2], "fullatt_block_indexes": [1, 3],
+    "mm_tokens_per_image": 4, "num_experts": 4, "d_kv": 8, "conv_channels": 32, "vocab_size": 512,
+    "encoder_vocab_size": 512, "decoder_vocab_size": 512, "src_vocab_size": 512, "tgt_vocab_size": 512,
+    "decoder_start_token_id": 1, "mlp_dim": 48, "num_heads": 4, "in_channels": 3, "in_chans": 3,
+    "num_global_layers": 1, "vision_output_dim": 32, "max_position_embeddings": 128, "expert_capacity": 64,
+    "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
+    "image_token_id": 500, "image_token_index": 500, "video_token_id": 501, "audio_token_id": 502,
+    "audio_token_index": 502, "vision_start_token_id": 503, "vision_end_token_id": 504, "boi_token_index": 505,
+    "eoi_token_index": 506, "pad_token_id": 0, "forced_eos_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "text_hidden_size": 32, "projector_hidden_size": 32, "vision_hidden_size": 32, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+ZERO = ("dropout", "pdrop", "_drop", "drop_path", "jitter", "layerdrop")
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None},
+    "xlm": {"emb_dim": 32},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
@@ -90,6 +110,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What the sizes alone do not say."""
 
 
+def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
+    """A config as a dict, with the sizes of a test."""
+    out: dict[str, Any] = {}
+    before = next((known[k] for k in ("num_hidden_layers", "depth", "n_layer") if isinstance(known.get(k), int)), None)
+    for key, value in known.items():
+        if key == "per_layer_config":
+            out[key] = {}
+        elif isinstance(value, dict) and ("model_type" in value or key.endswith("_config")):
+            out[key] = shrunk(value)
+        elif isinstance(value, float) and any(z in key for z in ZERO):
+            out[key] = 0.0
+        elif key == "head_dim" and "qk_rope_head_dim" in known:
+            out[key] = SIZES["qk_rope_head_dim"]
+        elif (key in MORE or key in SIZES) and value is not None and not isinstance(value, dict):
+            out[key] = MORE.get(key, SIZES.get(key))
+        elif isinstance(value, list) and before and len(value) == before:
+            each = list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else value
+            out[key] = (each * count)[:count]
+        else:
+            out[key] = value
+    rope = out.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        out["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
+    return out
+
+
+def decodes(known: dict[str, Any]) -> dict[str, Any]:
+    """What makes an encoder, or an encoder-decoder, the causal language model of its family."""
+    return {key: value for key, value in (("is_decoder", True), ("is_encoder_decoder", False)) if key in known}
+
+
 def every_family() -> list[str]:
     return [k for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in transformers.CONFIG_MAPPING]
 
@@ -102,7 +153,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     count = known.get("num_hidden_layers") or known.get("n_layer") or getattr(default, "num_hidden_layers", None)
     given: dict[str, Any] = {}
     for key, value in known.items():
-        if key == "pad_token_id":
+        if key == "per_layer_config":
+            given[key] = {}
+        elif key == "pad_token_id":
             given[key] = value if isinstance(value, int) and 0 <= value < 96 else None
         elif key == "head_dim" and "qk_rope_head_dim" in known:
             given[key] = SIZES["qk_rope_head_dim"]
@@ -114,7 +167,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
             given[key] = 0.0
         elif isinstance(value, list) and count and len(value) == count and key != "layer_types":
             given[key] = value[:4]
-        elif isinstance(value, dict) and key.endswith("_config") and key not in ("text_config", "vision_config"):
+        elif isinstance(value, dict) and "model_type" in value:  # a part with a config of its own
+            given[key] = shrunk(value)
+        elif isinstance(value, dict) and key.endswith("_config"):
             given[key] = {k: SIZES.get(k, v) for k, v in value.items() if v is not None}
     kinds = known.get("layer_types")
     if isinstance(kinds, list) and len(kinds) >= 4:
@@ -123,10 +178,13 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     for key in ("num_hidden_layers", "n_layer"):
         if key in getattr(cls, "attribute_map", {}):
             given.pop(key, None)
+    if known.get("is_decoder") is False or known.get("is_encoder_decoder"):
+        given |= decodes(known)
     given |= FAMILIES.get(model_type, {})
     given |= changes
     given = {k: v for k, v in given.items() if not (k == "num_hidden_layers" and v is None)}
     config = cls(**given)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     config.use_cache = False
     return config
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from hf_families import tiny_config
+from ranks import PATIENCE_S
 from torch import Tensor, nn
 
 from octopipe import Pipeline
 from octopipe.huggingface import LayerList, layers, micro_batches
-from octopipe.huggingface.source import model_class
+from octopipe.huggingface.source import config_for, model_class
 from octopipe.huggingface.weights import first_names
 
 ROWS, TOKENS = 4, 12
@@ -25,8 +26,8 @@ def stir(name: str, parameter: Tensor) -> None:
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
-def cut(config: Any) -> LayerList:
-    return layers(copy.deepcopy(config), dtype=torch.float64)
+def cut(config: Any, dtype: torch.dtype = torch.float64) -> LayerList:
+    return layers(copy.deepcopy(config), dtype=dtype)
 
 
 def make(parts: LayerList, k: int) -> nn.Module:
@@ -41,7 +42,8 @@ def make(parts: LayerList, k: int) -> nn.Module:
 def whole(config: Any, modules: list[nn.Module], parts: LayerList) -> nn.Module:
     """The unsplit model, built by transformers, with the layers' weights."""
     cls = model_class(config)
-    model = cls._from_config(copy.deepcopy(config), dtype=torch.float64, experts_implementation="eager")
+    dtype = next(p.dtype for p in parts._cut.model.parameters() if p.is_floating_point())
+    model = cls._from_config(copy.deepcopy(config_for(cls, config)), dtype=dtype, experts_implementation="eager")
     with torch.no_grad():
         for k, module in enumerate(modules):
             for name, parameter in module.named_parameters():
@@ -82,10 +84,10 @@ def worst(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(finite(float((mine[n] - g).abs().max() / (g.abs().max() + 1e-3))) for n, g in theirs.items())
 
 
-def chained(model_type: str, **changes: Any) -> float:
+def chained(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any) -> float:
     """The largest difference of logits, loss and gradients: layers one after another against the unsplit model."""
     config = tiny_config(model_type, **changes)
-    parts = cut(config)
+    parts = cut(config, dtype)
     modules = [make(parts, k) for k in range(len(parts))]
     model = whole(config, modules, parts)
     first = first_names(model)
@@ -126,7 +128,7 @@ def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) 
     out = {}
     for name, plan in plans.items():
         made = [_maker(parts, k) for k in range(len(parts))]
-        with Pipeline(made, plan, parts.loss_fn, group=world, timeout_s=60.0) as pipe:
+        with Pipeline(made, plan, parts.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             rows, labels = micro_batches(inputs, plan.num_micro_batches)
             loss = pipe.step(rows, labels)
             named = {}

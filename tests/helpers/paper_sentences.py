@@ -1,7 +1,7 @@
 """The sentences of the paper that state a number or an order, found by reading its source.
 
-Knows: which lines are the abstract, the contributions of section I and sections III, VI and VIII, and which words state
-an order. Does not know: which row answers a sentence (docs/reproduction/sentences.json).
+Knows: which lines are the abstract, the contributions of section I and sections III and VI to VIII, and which words
+state an order or a complexity. Does not know: which row answers a sentence (docs/reproduction/sentences.json).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ RANGES = (
     (r"\begin{abstract}", r"\end{abstract}"),
     (r"To address \textbf{C1}", r"\section{Background}"),
     (r"\section{Motivation}", r"\section{\SysName{} System Overview}"),
-    (r"\section{Iterative Bubble-Aware", r"\section{Unified Pipeline Executor}"),
-    (r"\section{Evaluation}", r"\section{Related Work}"),
+    (r"\section{Iterative Bubble-Aware", r"\section{Related Work}"),
 )
 NOT_TEXT = re.compile(
     r"\s*(\\begin\{(figure|table|tabular|algorithm|align)|\\end|\\includegraphics|\\label|\\vspace|\\centering|\\toprule|%)"
@@ -22,7 +21,7 @@ NOT_TEXT = re.compile(
 ORDER = re.compile(
     r"\b(higher|lower|larger|largest|smaller|smallest|more|most|less|least|fewer|better|best|worse|faster|slower|"
     r"outperform\w*|exceed\w*|increas\w*|decreas\w*|declin\w*|reduc\w*|improv\w*|dominant|primary|grow\w*|surpass\w*|"
-    r"highest|longer|shorter|consistent\w*|persist\w*|fail)\b",
+    r"highest|longer|shorter|consistent\w*|persist\w*|fail)\b|\bO\(|\bsmall local\b",
     re.I,
 )
 

@@ -43,6 +43,12 @@ PUBLISHED = {
     "gemma-3-27b": ("27.0", 62),
     "glm-4.5": ("352.8", 92 + 1),
     "glm-4.5-air": ("106.9", 46 + 1),
+    # A tower's layers, the joining layer, the decoder's.
+    "qwen2.5-vl-7b": ("8.29", 32 + 1 + 28),
+    "llava-1.5-7b": ("7.06", 24 + 1 + 32),
+    "gemma-3-27b-vision": ("27.4", 27 + 1 + 62),
+    "whisper-large-v3": ("1.54", 32 + 1 + 32),
+    "t5-v1.1-xxl": ("11.1", 24 + 1 + 24),
 }
 MIX = {
     "nemotron-h-4b": {"M": 24, "-": 24, "*": 4},

@@ -194,3 +194,27 @@ def test_what_knows_chains_only_says_so() -> None:
         hop_times(plan, costs)
     with pytest.raises(OctoPipeError, match="fork or join"):
         rank_program(lower(plan, costs), 0)
+
+
+def test_a_path_is_told_by_the_ranks_that_it_passes() -> None:
+    from octopipe.cli.verbs.numbers import path_words
+    from octopipe.plans.plan import Plan, Stage
+
+    stages = (
+        Stage(first=0, stop=2, rank=1),
+        Stage(first=2, stop=3, rank=0, shard=(0, 2)),
+        Stage(first=2, stop=3, rank=1, shard=(1, 2)),
+        Stage(first=3, stop=4, rank=0),
+    )
+    forked = Plan(
+        model="m",
+        num_layers=4,
+        num_ranks=2,
+        num_micro_batches=1,
+        stages=stages,
+        routes=((0, 1, 2, 3),),
+        route_of_micro_batch=(0,),
+        edges=(((0, 1), (0, 2), (1, 3), (2, 3)),),
+        orders=((), ()),
+    )
+    assert path_words(forked).endswith(": 1 > (0 1) > 0")

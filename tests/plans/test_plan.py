@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import from_csv, random_plan
@@ -92,7 +93,7 @@ def test_ranks_that_wait_for_each_other_are_rejected_with_the_cycle() -> None:
     assert "1F1 (rank 1) needs" in problem and "0F1 (rank 0)" in problem
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 @given(seeds)
 def test_shuffled_orders_are_rejected_exactly_when_no_execution_exists(seed: int) -> None:
     rng = random.Random(seed)
@@ -120,7 +121,7 @@ def test_shuffled_orders_are_rejected_exactly_when_no_execution_exists(seed: int
     assert bool(problems) == stuck
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(100), deadline=None)
 @given(seeds)
 def test_plan_files_round_trip(seed: int) -> None:
     plan = random_plan(random.Random(seed), routes=2).with_extra(system="random", notes=[1, {"a": None}])
@@ -239,7 +240,7 @@ def test_a_cycle_is_told_from_its_first_op_back_to_it() -> None:
     assert len(words) >= 3 and words[0] == words[-1] and len(set(words)) == len(words) - 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 @given(seed=seeds)
 def test_whole_arrays_and_single_ops_agree_on_what_is_right(seed: int) -> None:
     """One thing done to a sound plan: the quick look says "sound" exactly where the slow one finds nothing."""

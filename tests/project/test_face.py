@@ -86,31 +86,6 @@ def test_a_name_that_trains_says_what_to_install_without_torch() -> None:
     assert "octopipe[torch]" in out
 
 
-def test_mypy_sees_a_wrong_call(tmp_path: Path) -> None:
-    right = (
-        "import octopipe\nplan = octopipe.build_plan('1f1b', 'llama3-8b', 4, 8, tp=2)\n"
-        "x: float = octopipe.simulate(plan).step_ms\n"
-    )
-    wrong = {
-        "octopipe.tune('llama3-8b', 4, budget='10s')": "budget",
-        "octopipe.simulate(4, 'llama3-8b')": "incompatible type",
-        "octopipe.build_plan('1f1b', 'llama3-8b', 4, gpuu='h100')": "gpuu",
-        "octopipe.Plan.load(3)": "incompatible type",
-        "octopipe.Pipeline([], 'plan.json', print)": "incompatible type",
-    }
-    path = tmp_path / "script.py"
-    path.write_text(right + "\n".join(wrong) + "\n")
-    # With the project's own settings: what mypy has found out about the package already counts.
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", str(path)],
-        capture_output=True, text=True, check=False, cwd=Path(octopipe.__file__).parents[1],
-    )  # fmt: skip
-    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert {line.split(":")[1] for line in errors} == {str(4 + i) for i in range(len(wrong))}, done.stdout
-    for number, words in enumerate(wrong.values()):
-        assert any(line.split(":")[1] == str(4 + number) and words in line for line in errors), done.stdout
-
-
 def test_keywords_are_those_of_the_functions_behind() -> None:
     shown = set(inspect.signature(octopipe.tune).parameters)
     assert shown > set(keyword_fields())
@@ -144,6 +119,21 @@ def test_a_model_is_a_name_a_path_or_costs(times: Path) -> None:
     assert by_path.step_ms == octopipe.simulate(octopipe.build_plan("1f1b", costs, 2, 4), costs).step_ms
     named = octopipe.simulate("1f1b", "llama3-8b", 4, tp=2, gpu="h100")
     assert named.step_ms == octopipe.simulate("1f1b", resolve_costs("llama3-8b", pp=4, tp=2, gpu="h100"), 4, 8).step_ms
+
+
+def test_systems_are_chosen_in_python_as_on_the_command_line(times: Path) -> None:
+    for chosen in (["1f1b", "gpipe"], "1f1b, gpipe"):
+        found = octopipe.compare(times, 2, 4, systems=chosen, processes=1)
+        assert {r.system for r in found.results} == {"1f1b", "gpipe"}
+    with pytest.raises(octopipe.OctoPipeError, match="former name"):
+        octopipe.compare(times, 2, 4, systems=["1f1b"], names=["1f1b"])
+
+
+def test_values_of_another_type_are_named(times: Path) -> None:
+    with pytest.raises(octopipe.OctoPipeError, match="model is a NoneType; give a preset's name"):
+        octopipe.build_plan("1f1b", None, 2, 4)  # type: ignore[arg-type]
+    with pytest.raises(octopipe.OctoPipeError, match="plan is a dict; give a system's name"):
+        octopipe.simulate({"a": 1})  # type: ignore[arg-type]
 
 
 def test_compare_and_tune_take_names_and_their_plans_know_it(times: Path, tmp_path: Path) -> None:

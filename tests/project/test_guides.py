@@ -59,6 +59,7 @@ def blocks(text: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", text, flags=re.S | re.M)
 
 
+@pytest.mark.slow
 def test_every_command_of_the_hugging_face_guide_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "octopipe"
+LONGEST_MODULE, LONGEST_FUNCTION = 450, 80
 TORCH_ROOMS = {"runtime", "huggingface", "torch_engine", "torchtitan", "megatron"}
 MODULES = {
     ".".join(("octopipe", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -61,7 +63,10 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-NEEDS = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+@cache
+def needs_of_all() -> dict[str, set[str]]:
+    """What every module imports. Read when a test asks: every worker collects this file, and one of them runs it."""
+    return {name: imports_of(path) - {name} for name, path in MODULES.items()}
 
 
 def circles(needs: dict[str, set[str]]) -> list[str]:
@@ -85,7 +90,7 @@ def test_every_module_has_a_room_on_the_page() -> None:
 def test_modules_import_only_from_rooms_above() -> None:
     wrong = [
         f"{name} imports {other}, a row below"
-        for name, needs in NEEDS.items()
+        for name, needs in needs_of_all().items()
         for other in needs & set(MODULES) - {"octopipe"}
         if ROOMS[str(room(other))] > ROOMS[str(room(name))]
     ]
@@ -93,7 +98,7 @@ def test_modules_import_only_from_rooms_above() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circles(NEEDS) == []
+    assert circles(needs_of_all()) == []
 
 
 def test_a_circle_inside_functions_is_one(tmp_path: Path) -> None:
@@ -110,6 +115,21 @@ def test_a_circle_inside_functions_is_one(tmp_path: Path) -> None:
 def test_the_top_level_stays_small() -> None:
     entries = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert len(entries - {"__init__.py", "__main__.py", "api.py", "cli"}) <= 12
+
+
+def test_no_module_and_no_function_is_too_long_to_read_at_once() -> None:
+    long = []
+    for name, path in MODULES.items():
+        text = path.read_text()
+        if (lines := text.count("\n")) > LONGEST_MODULE:
+            long.append(f"{name} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and (size := 1 + (node.end_lineno or 0) - node.lineno) > LONGEST_FUNCTION
+            ):
+                long.append(f"{name}.{node.name} has {size} lines")
+    assert long == []
 
 
 def test_torch_is_imported_only_where_training_happens() -> None:

@@ -38,8 +38,13 @@ from octopipe.views.report.serve import page
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = [{"gpu": "h100", "count": 1, "gpus_per_node": 8}, {"gpu": "a100", "count": 1, "gpus_per_node": 8}]
-MODELS = {"etp": "qwen3-30b-a3b", "nodes_per_token": "qwen3-30b-a3b"}
-"""Fields that a model without experts has no use for."""
+MODELS = {
+    "etp": "qwen3-30b-a3b",
+    "nodes_per_token": "qwen3-30b-a3b",
+    "images": "qwen2.5-vl-7b",
+    "encoder_seq": "qwen2.5-vl-7b",
+}
+"""Fields that a plain decoder without experts has no use for."""
 OTHER: dict[str, Any] = {
     "ep": 1,
     "frozen": "0-1",
@@ -48,10 +53,13 @@ OTHER: dict[str, Any] = {
     "speeds": [1.0, 0.5],
     "memory_gib": [70.0, 75.0],
     "precision": "fp8",
+    "images": [1.5],
+    "encoder_seq": 1024,
 }
 """Values where one of the kind alone would not be a set-up of the model below."""
 BESIDE: dict[str, dict[str, Any]] = {
     "hsdp": {"dp": 2},
+    "lora_on": {"lora": 4},
     "nodes_per_token": {"dp": 2, "ep": 2},
     "recompute_layers": {"recompute": "full"},
     "packed": {"micro_batch_lengths": [[512], [256, 256]]},

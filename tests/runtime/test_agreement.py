@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from effort import draws
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
@@ -32,7 +34,14 @@ def own_costs(world, jobs):
         costs = _costs(world.rank)
         mine = lower(plan, costs, channel=channel)
         with Pipeline(
-            case.layers, plan, case.loss_fn, costs=costs, channel=channel, group=world, transport="strict", timeout_s=20
+            case.layers,
+            plan,
+            case.loss_fn,
+            costs=costs,
+            channel=channel,
+            group=world,
+            transport="strict",
+            timeout_s=PATIENCE_S,
         ) as pipe:
             pipe.step(case.inputs, case.targets)
         lists = [tuple(map(str, pipe.program.instructions(r))) for r in range(world.size)]
@@ -43,7 +52,9 @@ def own_costs(world, jobs):
 
 def test_ranks_with_other_costs_run_the_first_ranks_program(two):
     rng = random.Random(3)
-    plans = [random_plan(rng, num_ranks=2, num_layers=NUM_LAYERS, num_micro_batches=4) for _ in range(6)]
+    plans = [
+        random_plan(rng, num_ranks=2, num_layers=NUM_LAYERS, num_micro_batches=4) for _ in range(draws(6, least=3))
+    ]
     jobs = [(plan, channel) for plan in plans for channel in ("pair", "single")]
     first, second = two.run(own_costs, jobs)
     for (error, lists, _), (more, theirs, _) in zip(first, second):
@@ -69,7 +80,7 @@ def refused(world, how):
     if how == "kind":
         given = plan if world.rank else lower(plan, _costs(0))
     try:
-        Pipeline(case.layers, given, case.loss_fn, group=world, channel=channel, timeout_s=20)
+        Pipeline(case.layers, given, case.loss_fn, group=world, channel=channel, timeout_s=PATIENCE_S)
     except OctoPipeError as error:
         return str(error)
     return ""
@@ -97,7 +108,7 @@ def deadlocking(world):
     naive = lower(plan, CostTable.uniform(num_layers=2), channel="blocking", naive=True, check=False)
     layers = [torch.nn.Linear(2, 2) for _ in range(2)]
     try:
-        Pipeline(layers, naive, lambda o, t: o.mean(), group=world, timeout_s=20)
+        Pipeline(layers, naive, lambda o, t: o.mean(), group=world, timeout_s=PATIENCE_S)
     except DeadlockError as error:
         return str(error)
     return ""

@@ -9,11 +9,11 @@ import time
 import pytest
 
 pytest.importorskip("torch")
-from ranks import start_server
+from ranks import PATIENCE_S, start_server
 
 
-def process(how, timeout_s, out, err):
-    """A process with a watchdog; what it prints goes to two files."""
+def process(how, timeout_s, lives_s, out, err):
+    """A process with a watchdog, which ends after `lives_s` by itself; what it prints goes to two files."""
     from octopipe.runtime.ranks.pending_board import Board, Place, Watchdog
 
     for number, path in ((1, out), (2, err)):
@@ -33,7 +33,7 @@ def process(how, timeout_s, out, err):
         return [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]
 
     Watchdog(Board(None, "x", 0, 2), where, timeout_s=timeout_s, device_busy=lambda: how != "idle", dead=dead)
-    time.sleep(1.5)
+    time.sleep(lives_s)
     print("lived", flush=True)
 
 
@@ -41,13 +41,13 @@ def process(how, timeout_s, out, err):
 def watch(tmp_path):
     """(exit code, what it printed, what it complained about) of a process with a watchdog."""
 
-    def run(how, timeout_s=60.0):
+    def run(how, timeout_s=PATIENCE_S, lives_s=PATIENCE_S):
         start_server()
         out, err = tmp_path / "out", tmp_path / "err"
-        args = (how, timeout_s, str(out), str(err))
+        args = (how, timeout_s, lives_s, str(out), str(err))
         watched = multiprocessing.get_context("forkserver").Process(target=process, args=args)
         watched.start()
-        watched.join(120)
+        watched.join(2 * PATIENCE_S)
         return watched.exitcode, out.read_text(), err.read_text()
 
     return run
@@ -66,7 +66,7 @@ def test_dead_peer_ends_the_process_with_what_was_waited_for(how, words, watch):
 
 @pytest.mark.parametrize("how", ["moves", "idle", "waits for another"])
 def test_others_death_alone_ends_nothing(how, watch):
-    assert watch(how) == (0, "lived\n", "")
+    assert watch(how, lives_s=1.5) == (0, "lived\n", "")
 
 
 def test_no_progress_ends_the_process_at_the_timeout(watch):
@@ -105,4 +105,4 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
     for process in gone:
         process.start()
     with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a message|the device made no progress for 3 s"):
-        Watch(gone, ours, print, store, grace_s=1.0, timeout_s=30.0).run()
+        Watch(gone, ours, print, store, grace_s=1.0, timeout_s=PATIENCE_S).run()

@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from effort import some
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
@@ -53,7 +55,7 @@ def train(world, plan, folder, load, kind, steps=2, seed=0):
     """Load if asked, train some steps, save; returns the losses."""
     case = make(kind, 4, seed=seed)
     inputs, targets = make(kind, 4)[1:3]
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         if load is not None:
             pipe.step_number = load_checkpoint(load, pipe, optimizer)["step"]
@@ -66,9 +68,10 @@ def train(world, plan, folder, load, kind, steps=2, seed=0):
     return losses
 
 
-@pytest.mark.parametrize("kind", ["tied", "dropout"])
-@pytest.mark.parametrize(("first", "second"), [("1f1b", "chimera"), ("chimera", "alone"), ("alone", "interleaved")])
-def test_a_run_goes_on_under_another_plan(kind, first, second, tmp_path, two):
+@pytest.mark.parametrize("kind", some(["tied", "dropout"]))
+@pytest.mark.parametrize("plans", some([("1f1b", "chimera"), ("chimera", "alone"), ("alone", "interleaved")], quick=2))
+def test_a_run_goes_on_under_another_plan(kind, plans, tmp_path, two):
+    first, second = plans
     costs = CostTable.uniform(num_layers=NUM_LAYERS)
 
     def run(name, load, seed):
@@ -92,7 +95,7 @@ def test_state_is_keyed_by_layer_whatever_the_plan(two):
 
 def keys(world, plan):
     case = make("moe", 4)
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         state = pipe.state_dict()
         pipe.load_state_dict({**state, "99.weight": torch.zeros(1)})
     return set(state)
@@ -151,7 +154,7 @@ def test_nothing_is_loaded_from_a_checkpoint_that_is_damaged_in_part(tmp_path):
     path = saved(tmp_path)
     (path / f"layer-{NUM_LAYERS - 1:04d}.pt").write_bytes(b"x")
     case = make("plain", 4, seed=5)
-    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=PATIENCE_S) as pipe:
         before = {k: v.clone() for k, v in pipe.state_dict().items()}
         with pytest.raises(DamagedCheckpoint):
             load_checkpoint(path, pipe)
@@ -175,7 +178,7 @@ def test_checkpoints_without_checksums_stay_readable(tmp_path):
 def test_values_that_are_not_finite_are_never_saved(where, tmp_path):
     good = saved(tmp_path)
     case = make("plain", 4)
-    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=PATIENCE_S) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         pipe.step(case.inputs, case.targets)
         optimizer.step()
@@ -190,7 +193,7 @@ def test_values_that_are_not_finite_are_never_saved(where, tmp_path):
 def test_a_mask_of_infinities_may_be_saved(tmp_path):
     case = make("plain", 4)
     case.layers[1].register_buffer("mask", torch.full((2, 2), float("-inf")))
-    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=PATIENCE_S) as pipe:
         path = save_checkpoint(tmp_path, pipe, step=1)
     assert damage(path) == ""
 
@@ -254,7 +257,7 @@ def test_a_folder_that_takes_nothing_is_noticed_at_once(tmp_path):
 
 def _saving(folder: Path, step: int, background: bool = True):
     case = make("plain", 4)
-    pipe = Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20)
+    pipe = Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=PATIENCE_S)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
     pipe.step(*make("plain", 4)[1:3])
     optimizer.step()
@@ -293,7 +296,7 @@ def test_a_checkpoint_that_fails_in_the_background_is_told_and_never_appears(tmp
     pipe.close()
 
 
-@pytest.mark.parametrize("error", [TypeError("no such thing"), MemoryError("no room"), SystemExit(1)])
+@pytest.mark.parametrize("error", some([MemoryError("no room"), TypeError("no such thing"), SystemExit(1)]))
 def test_whatever_goes_wrong_in_the_background_is_told(error, tmp_path, monkeypatch):
     def wrong(*_):
         raise error
@@ -373,7 +376,7 @@ def steps_in(folder: Path) -> list[int]:
     return [read_record(path)["step"] for path in checkpoints(folder)]
 
 
-@pytest.mark.parametrize("keep", [None, 1, 2])
+@pytest.mark.parametrize("keep", some([1, None, 2]))
 def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_loses_none_of_the_others(keep, tmp_path):
     for step in (2, 4, 6, 8):
         saved(tmp_path, step)

@@ -222,6 +222,75 @@ def test_forwards_that_only_read_what_an_earlier_one_left_are_at_rest(kind: type
     assert stage.replay.restless() is not rests
 
 
+@pytest.mark.parametrize(("kind", "rests"), [(Block, True), (Tabling, True), (Remembering, False), (Averaging, False)])
+def test_a_cache_that_is_filled_once_is_not_state_that_copies_would_keep_apart(
+    kind: type[nn.Module], rests: bool
+) -> None:
+    from octopipe.runtime.stages.stage import Stage as RunningStage
+
+    torch.manual_seed(0)
+    stage = RunningStage([kind()])
+    value = torch.randn(2, WIDTH)
+    assert not stage.replay.settled()  # nothing is known before the first forward
+    for _ in range(3):
+        stage.forward(value)
+    assert stage.replay.settled() is rests
+    named = stage.replay.kept()  # buffers are averaged over copies, so they are not named
+    assert (named == []) is (rests or kind is Averaging)
+
+
+def test_what_watches_a_stage_is_not_taken_for_state_of_its_layers() -> None:
+    """A layer that set an attribute is looked at in every forward, and with it the hooks by which draws are detected;
+    these note the generators' state, which every layer's seed changes."""
+    from octopipe.runtime.stages.capturable import _Draws
+    from octopipe.runtime.stages.stage import Stage as RunningStage
+
+    class Settling(Block):
+        device: torch.device | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.device is None:
+                self.device = x.device
+            return super().forward(x)
+
+    stage = RunningStage([Settling()])
+    value = torch.randn(2, WIDTH)
+    stage.forward(value)
+    draws = object.__new__(_Draws)  # made by hand: its own way in asks for a GPU's generator
+    calls: list[int] = []
+    draws._layers, draws._seeded, draws._handles, draws.found = [(0, stage.modules[0])], True, [], ""
+    draws._now = lambda: (calls.append(1) or len(calls), b"")  # type: ignore[method-assign]
+    draws._was = draws._now()
+    stage.replay.observe()
+    with draws:
+        stage.forward(value)
+    assert len(calls) > 2 and not stage.replay.restless()
+
+
+def test_stages_that_share_a_parameter_with_an_eager_one_stay_eager() -> None:
+    from octopipe.runtime.stages.capturable import reasons_of_shared_parameters
+    from octopipe.runtime.stages.chain import StageChain
+    from octopipe.runtime.stages.stage import Stage as RunningStage
+
+    a, b, c, d, e = (Block() for _ in range(5))
+    members = {0: [a, b], 1: [b, c], 2: [c], 3: [d], 4: [e]}
+    chains = {k: StageChain([(RunningStage(some), False)]) for k, some in members.items()}
+    found = reasons_of_shared_parameters(chains, {0: "it draws random numbers"})
+    assert sorted(found) == [1, 2] and "with stage 0" in found[1] and "with stage 1" in found[2]
+    assert reasons_of_shared_parameters(chains, {3: "hooks"}) == {}
+
+
+@needs_gpu
+def test_a_stage_that_shares_its_layers_with_an_eager_one_is_not_captured() -> None:
+    """A rank of a plan with copies may hold a layer in two stages. The eager one keeps the node that adds to a weight's
+    gradient, of the default stream, while the other one would be captured."""
+    made = layers(Block, Dropping, Block, Block)
+    made[4] = made[1]  # stage 0: embedding, shared, dropout; stage 1: block, shared, head
+    pipe = same(made, plan(6), captured=False, seed=3)
+    reasons = pipe.executor.ops.reasons
+    assert "draws random" in reasons[0] and "shares a parameter with stage 0" in reasons[1]
+
+
 @needs_gpu
 def test_a_stage_that_fails_only_while_captured_runs_by_calls() -> None:
     class Waiting(Block):
@@ -363,3 +432,37 @@ def test_facts_hold_until_something_changes() -> None:
     with torch.no_grad():
         block.down.weight.add_(1.0)  # values are not facts: graphs read them
     assert facts.read() == known
+
+
+def test_stages_whose_ops_run_in_pairs_run_by_calls_and_say_why() -> None:
+    """Nothing of a GPU is asked: watching two ops that change turns would mix up what each of them does."""
+    from octopipe.runtime.stages.chain import StageChain
+    from octopipe.runtime.stages.cuda_graphs import WATCHED, GraphedOps
+    from octopipe.runtime.stages.stage import Stage as RunningStage
+
+    chains = {k: StageChain([(RunningStage([Block()]), False)]) for k in range(2)}
+    ops = GraphedOps(chains, None, torch.device("cpu"), {0})
+    ops._phase = WATCHED
+    ops.begin_step()
+    assert ops.reasons[0] == "its ops run in pairs with others"
+    assert "on the host" in ops.reasons[1]
+    assert ops._watch is not None
+    with ops._watch.op(0, seeded=False):
+        chains[0].parts[0][0].forward(torch.randn(2, WIDTH))
+
+
+def test_an_exchange_past_torch_distributed_counts_as_communication() -> None:
+    from octopipe import exchange
+    from octopipe.runtime.stages.capturable import _collectives
+    from octopipe.runtime.turns import run_exchange
+
+    class Arrived:
+        def wait(self) -> int:
+            return 3
+
+    before = _collectives()
+    with exchange():
+        pass
+    assert _collectives() == before + 1
+    assert run_exchange(Arrived) == 3
+    assert _collectives() == before + 2

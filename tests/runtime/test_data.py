@@ -222,13 +222,15 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Pat
         ("[1]", "line 1: this JSON value is not an object"),
         ('{"body": "x"}', "--text-key"),
         ('{"messages": []}', "prompt and completion"),
-        ('{"text": 3}', "line 1: 'text' is no text"),
-        ('{"text": "w1"}\n\n{"text": "w1"}\n{"txt": "w1"}', "line 4: 'text' is missing"),
+        ('{"text": 3}', "line 1: 'text' is a value of type int, not text; write a string"),
+        ('{"text": null}', "line 1: 'text' is null, not text"),
+        ('{"text": "w1"}\n\n{"text": "w1"}\n{"txt": "w1"}', "line 4: 'text' is missing; this record has txt"),
+        ('{"text": "w1"}\n{"text": "\udcff"}', "line 2: not UTF-8"),
         ('{"text": "w1"}\n{"text"', "line 2: not valid JSON"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path: Path, tokenizer: Path, lines: str, mend: str) -> None:
-    (tmp_path / "t.jsonl").write_text(lines)
+    (tmp_path / "t.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
     with pytest.raises(OctoPipeError, match=mend) as caught:
         read(str(tmp_path / "t.jsonl"), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)
     assert "t.jsonl" in str(caught.value) and "\n" not in str(caught.value)

@@ -56,6 +56,7 @@ def node(port: int, script: Path, command: Sequence[str], folder: Path, hosts: b
     (folder / "said").write_text(torchrun(words, folder, folder / "logs"))
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -47,7 +48,7 @@ def float32_losses(world, plan):
     """Three SGD steps in float32."""
     case = make("plain", plan.num_micro_batches)
     layers = [layer.float() for layer in case.layers]
-    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3)
         out = []
         for _ in range(3):
@@ -76,7 +77,7 @@ def test_float32_losses_are_bitwise_equal_across_plans_in_micro_batch_order(two)
 def dropout_error(world, plan):
     case = make("dropout", plan.num_micro_batches)
     worst = 0.0
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, seed=7, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, seed=7, timeout_s=PATIENCE_S) as pipe:
         for step in range(2):
             state = torch.get_rng_state()
             seed = lambda m, k: torch.manual_seed(mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
@@ -120,7 +121,7 @@ def clipped(world, plan, kind):
         expected = {f"{k}.{n}": p.grad.clone() for k, m in enumerate(case.layers) for n, p in m.named_parameters()}
         for p in parameters:
             p.grad = None
-        with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             pipe.step(case.inputs, case.targets)
             norm = pipe.clip_grad_norm_(0.05, norm_type)
         out += [worst_error(pipe, expected), abs(float(norm / want) - 1)]
@@ -140,7 +141,7 @@ def accumulated(world, plan):
     case = make("tied", plan.num_micro_batches)
     expected, _ = plain_gradients(*case)
     twice = {k: None if g is None else 2 * g for k, g in expected.items()}
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         pipe.step(case.inputs, case.targets)
         pipe.step(case.inputs, case.targets)
     error = worst_error(pipe, twice)
@@ -177,7 +178,7 @@ def factories(world, tied):
         group=world,
         tied=[("0.weight", "5.weight")] if tied else (),
         seed=3,
-        timeout_s=20,
+        timeout_s=PATIENCE_S,
     ) as pipe:
         case = make("plain", 4)
         loss = pipe.step(case.inputs, case.targets)
@@ -215,7 +216,7 @@ def data_parallel(world, plan, kind):
     case = make(kind, 2 * plan.num_micro_batches)
     expected, losses = plain_gradients(*case)
     count = plan.num_micro_batches
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = pipe.step(case.inputs[mine], case.targets[mine])
         norm = pipe.clip_grad_norm_(1e9)
@@ -241,7 +242,7 @@ def autocast(world, plan):
     layers[3].register_forward_hook(lambda m, i, o: dtypes.add(m.up(i[0]).dtype))
     expected, losses = plain_gradients(layers, case.inputs, case.targets, case.loss_fn)
     dtypes.clear()
-    with Pipeline(layers, plan, case.loss_fn, group=world, autocast=torch.bfloat16, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, case.loss_fn, group=world, autocast=torch.bfloat16, timeout_s=PATIENCE_S) as pipe:
         loss = pipe.step(case.inputs, case.targets)
     grads = {p.grad.dtype for p in pipe.parameters()}
     return float(loss), sum(losses) / len(losses), grads, dtypes, worst_error(pipe, expected)
@@ -269,7 +270,9 @@ class Sleepy(nn.Linear):
 def timeline(world, plan):
     layers = [Sleepy(4, 4) for _ in range(plan.num_layers)]
     data = [torch.randn(2, 4) for _ in range(plan.num_micro_batches)]
-    with Pipeline(layers, plan, lambda o, t: (o - t).mean(), costs=_costs(4), group=world, timeout_s=20) as pipe:
+    with Pipeline(
+        layers, plan, lambda o, t: (o - t).mean(), costs=_costs(4), group=world, timeout_s=PATIENCE_S
+    ) as pipe:
         with contextlib.suppress(OctoPipeError):
             pipe.timeline()
             raise AssertionError("a timeline without a step")
@@ -332,7 +335,7 @@ def live_activations(world, plan):
     count = [0, 0]
     layers = [Counting(count) for _ in range(plan.num_layers)]
     data = [torch.randn(2, 4) for _ in range(plan.num_micro_batches)]
-    with Pipeline(layers, plan, lambda o, t: (o - t).square().mean(), group=world, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, lambda o, t: (o - t).square().mean(), group=world, timeout_s=PATIENCE_S) as pipe:
         for _ in range(2):
             pipe.step(data, data)
     return count
@@ -360,7 +363,7 @@ def test_evaluation_runs_the_forwards_alone(two):
 def evaluated(world, plan):
     case = make("several", plan.num_micro_batches)
     _, losses = plain_gradients(*case)
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         loss = float(pipe.eval().evaluate(case.inputs, case.targets))
         grads = sum(p.grad is not None for p in pipe.parameters())
         again = float(pipe.train().step(case.inputs, case.targets))
@@ -381,7 +384,7 @@ def sharded(world, plan):
     expected, _ = plain_gradients(*case)
     for layer in case.layers:
         fully_shard(layer, mesh=mesh["fsdp"])
-    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=PATIENCE_S) as pipe:
         replica, count = mesh.get_local_rank("fsdp"), plan.num_micro_batches
         mine = slice(replica * count, (replica + 1) * count)
         pipe.step(case.inputs[mine], case.targets[mine])
@@ -408,7 +411,7 @@ def tensor_parallel(world, plan):
     expected, _ = plain_gradients(*case)
     for layer in case.layers[1:-1]:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=PATIENCE_S) as pipe:
         pipe.step(case.inputs, case.targets)
         worst = 0.0
         for name, p in pipe.named_parameters():
@@ -440,12 +443,13 @@ def compiled(world, plan):
             return str(error)
     if any(world.gather("")):
         return "rank 1 cannot compile"
-    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=60) as pipe:
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         pipe.step(case.inputs, case.targets)
     grads = {name.replace("_orig_mod.", ""): g for name, g in expected.items()}
     return worst_error(pipe, {n: grads[n.replace("_orig_mod.", "")] for n, _ in pipe.named_parameters()})
 
 
+@pytest.mark.slow
 def test_compiled_layers_pass_through(two):
     results = two.run(compiled, build_plan("1f1b", _costs(4), 2, 4, split_backward=True))
     if any(isinstance(r, str) for r in results):
@@ -493,7 +497,7 @@ def test_batches_split_along_the_first_dimension():
 def different_plans(world):
     plan = build_plan("1f1b" if world.rank else "gpipe", _costs(4), 2, 2)
     with contextlib.suppress(OctoPipeError):
-        Pipeline([nn.Linear(2, 2) for _ in range(4)], plan, lambda o, t: o.mean(), group=world, timeout_s=5)
+        Pipeline([nn.Linear(2, 2) for _ in range(4)], plan, lambda o, t: o.mean(), group=world, timeout_s=PATIENCE_S)
         return ""
     return "refused"
 
@@ -520,6 +524,8 @@ def test_a_tied_parameter_is_one_under_all_of_its_names():
     plan = Plan(num_layers=3, num_ranks=1, num_micro_batches=1, stages=(stage,), orders=(ops,))
     layers = [lambda: nn.Embedding(11, 6), lambda: nn.Linear(6, 6), TwoNames]
     loss_fn = lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
-    with Pipeline(layers, plan, loss_fn, group=World(None), tied=[("0.weight", "2.weight")], timeout_s=20) as pipe:
+    with Pipeline(
+        layers, plan, loss_fn, group=World(None), tied=[("0.weight", "2.weight")], timeout_s=PATIENCE_S
+    ) as pipe:
         modules = pipe.modules()
         assert modules[2].same is modules[2].weight is modules[0].weight

@@ -7,10 +7,11 @@ import os
 import time
 
 import pytest
+from effort import some
 
 torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import PATIENCE_S, Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -46,7 +47,7 @@ def out_of_order(world):
     plan = _plan([["0F0", "0F1", "0F2", "0B1", "0B2", "0B0"], ["1F2", "1F0", "1F1", "1B1", "1B2", "1B0"]])
     case = make("shapes", 3)
     expected, losses = plain_gradients(*case)
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         pipe.step(case.inputs, case.targets)
     return worst_error(pipe, expected), max(abs(a - b) for a, b in zip(pipe.losses.tolist(), losses))
 
@@ -61,7 +62,7 @@ def kinds(world, kind, split):
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4, split_backward=split)
     case = make(kind, 4)
     expected, _ = plain_gradients(*case)
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         pipe.step(case.inputs, case.targets)
     return worst_error(pipe, expected)
 
@@ -76,7 +77,7 @@ def buffers(world, num_micro_batches):
     plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, num_micro_batches)
     layers = [nn.Linear(64, 64) for _ in range(4)]
     data = [torch.randn(32, 64) for _ in range(num_micro_batches)]
-    with Pipeline(layers, plan, _loss, group=world, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, _loss, group=world, timeout_s=PATIENCE_S) as pipe:
         for _ in range(3):
             pipe.step(data, data)
     return pipe.transport.delivery.pool.held_bytes / (32 * 64 * 4)
@@ -111,7 +112,7 @@ def changing(world):
     loss_fn = lambda o, t: (o if torch.is_tensor(o) else o[0]).square().mean() + 0 * t  # noqa: E731
     worst = 0.0
     zero = [torch.zeros(())] * 2
-    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         # Rows per micro-batch: below and above what rides in a header, growing, shrinking, empty.
         for rows in ((2, 3), (300, 2), (300, 301), (300, 301), (5000, 4), (4, 5000), (1, 1), (600, 601), (2, 600)):
             inputs = [torch.randn(n, 8, dtype=torch.float64) for n in rows]
@@ -159,7 +160,7 @@ def every_dtype(world, rows):
             assert same, name
         return output["x"].square().mean() + output["strided"].mean()
 
-    with Pipeline([Passes(), Passes()], plan, loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline([Passes(), Passes()], plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         for _ in range(3):
             pipe.step([value], [None])
     return True
@@ -194,7 +195,7 @@ def steps_until(world, behaviour):
                 if behaviour == "dies":
                     os._exit(7)
                 if behaviour == "hangs":
-                    time.sleep(3 * HANG_TIMEOUT_S)
+                    time.sleep(PATIENCE_S)
                 if behaviour == "raises":
                     raise ValueError("a bad layer")
             return super().forward(x)
@@ -202,7 +203,7 @@ def steps_until(world, behaviour):
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), Misbehaves(4, 4), nn.Linear(4, 4)]
     data = [torch.randn(2, 4) for _ in range(3)]
     # A dead or failed peer must be noticed long before the timeout; only a hung one takes it.
-    timeout_s = HANG_TIMEOUT_S if behaviour == "hangs" else 60.0
+    timeout_s = HANG_TIMEOUT_S if behaviour == "hangs" else PATIENCE_S
     with Pipeline(layers, plan, _loss, group=world, timeout_s=timeout_s) as pipe:
         start = time.monotonic()
         try:
@@ -223,7 +224,7 @@ def test_killed_rank_is_noticed_and_named():
     name, text, seconds = result
     assert name == "PeerError"
     assert "the peer is gone" in text and "from rank 1" in text and "micro-batch 1" in text
-    assert seconds < 60
+    assert seconds < PATIENCE_S
     assert dead == (False, "dead")
     assert all(not p.is_alive() for p in ranks.processes)
 
@@ -231,10 +232,8 @@ def test_killed_rank_is_noticed_and_named():
 def test_hung_rank_is_named_with_its_pending_op():
     ranks = Ranks(2)
     ranks.start(steps_until, "hangs")
-    ((worked, result),) = ranks.results(first=1)
-    for process in ranks.processes:
-        process.kill()  # nobody waits for the one that hangs
-    ranks.close()
+    ((worked, result),) = ranks.results(of=[0])
+    ranks.kill()
     assert worked, result
     name, text, seconds = result
     assert name == "PeerError"
@@ -261,7 +260,7 @@ def fails_and_goes_on(world, plan, where, transport, large):
     targets = [y.repeat(40 if large else 1, 1) for y in case.targets]
     expected, losses = plain_gradients(case.layers, inputs, targets, case.loss_fn)
     out = []
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, transport=transport, timeout_s=30) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, transport=transport, timeout_s=PATIENCE_S) as pipe:
         pipe.step(inputs, targets)
         pipe.zero_grad()
         for number in (1, 2):
@@ -278,7 +277,7 @@ def fails_and_goes_on(world, plan, where, transport, large):
             except (OctoPipeError, ValueError) as error:
                 out.append(str(error))
             hook.remove()
-            assert time.monotonic() - begin < 25, "the others waited for their timeout"
+            assert time.monotonic() - begin < PATIENCE_S, "the others waited for their timeout"
             try:
                 pipe.step(inputs, targets)
             except OctoPipeError as error:
@@ -296,7 +295,12 @@ def fails_and_goes_on(world, plan, where, transport, large):
 
 @pytest.mark.parametrize(
     ("name", "where", "transport", "large"),
-    [("1f1b", 6, None, False), ("chimera", 2, None, False), ("zb-h1", 6, None, False), ("1f1b", 1, None, True)],
+    [
+        pytest.param("1f1b", 6, None, False, marks=pytest.mark.slow),
+        ("chimera", 2, None, False),
+        ("zb-h1", 6, None, False),
+        ("1f1b", 1, None, True),
+    ],
 )
 def test_a_step_that_raised_is_told_at_once_and_recovered_from(name, where, transport, large):
     ranks = Ranks(2)
@@ -316,7 +320,7 @@ def mistaken(world):
     """A call without its batch harms nothing: nothing was sent."""
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
     case = make("plain", 4)
-    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         if world.rank == 0:
             for call in (pipe.step, pipe.evaluate):
                 with pytest.raises(OctoPipeError, match="give it the batch"):
@@ -350,7 +354,7 @@ def fails_at_first(world, where, backward, loss_kind, again):
     else:
         hooks.append(case.layers[where].register_forward_pre_hook(bad))
     out = []
-    pipe = Pipeline(case.layers, plan, loss_fn, group=world, timeout_s=60)
+    pipe = Pipeline(case.layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S)
     begin = time.monotonic()
     try:
         pipe.step(case.inputs, case.targets)
@@ -363,7 +367,7 @@ def fails_at_first(world, where, backward, loss_kind, again):
         pipe.recover()
     else:
         pipe.close()
-        pipe = Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=60)
+        pipe = Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S)
     pipe.zero_grad()
     pipe.step(case.inputs, case.targets)
     out.append(worst_error(pipe, expected))
@@ -371,7 +375,7 @@ def fails_at_first(world, where, backward, loss_kind, again):
     return out
 
 
-@pytest.mark.parametrize("again", ["recover", "new"])
+@pytest.mark.parametrize("again", some(["recover", "new"]))
 @pytest.mark.parametrize(
     ("where", "backward", "loss_kind"),
     [(1, False, ""), (6, False, ""), (6, True, ""), (0, False, "dict"), (0, False, "rows")],
@@ -385,7 +389,7 @@ def test_an_error_in_the_first_step_is_told_at_once_and_something_new_works(wher
     word = "one scalar tensor per micro-batch" if loss_kind else "a bad start"
     for text, seconds, error in results:
         assert word in text
-        assert seconds < 30, "the others waited for their timeout"
+        assert seconds < PATIENCE_S, "the others waited for their timeout"
         assert error <= TOLERANCE
 
 
@@ -420,7 +424,7 @@ def verified(world, kind):
     else:
         layers[6] = RunsOnce()
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
-    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=30, verify=True) as pipe:
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S, verify=True) as pipe:
         try:
             pipe.step(case.inputs, case.targets)
         except OctoPipeError as error:

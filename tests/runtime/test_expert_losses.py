@@ -4,6 +4,7 @@ process: loss and gradients agree, or the way is refused by name."""
 from __future__ import annotations
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -139,7 +140,7 @@ def parallel(world, way, plan, shape, names):
     replicas = world.size // plan.num_ranks
     data = batches(replicas * COUNT)
     losses, expected = plain(way, data)
-    with Pipeline(layers, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60) as pipe:
+    with Pipeline(layers, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S) as pipe:
         mine = data[pipe.world.replica * COUNT :][:COUNT]
         loss = float(pipe.step(mine, mine))
         worst = 0.0
@@ -172,7 +173,7 @@ def test_data_and_expert_ranks_without_a_cut_take_every_way(way, four):
 def refused(world, way, system):
     layers, loss_fn = build(way)
     data = batches(COUNT)
-    with Pipeline(layers, made(system, 2), loss_fn, group=world, timeout_s=60) as pipe:
+    with Pipeline(layers, made(system, 2), loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         try:
             return f"loss {float(pipe.step(data, data))}"
         except OctoPipeError as error:
@@ -192,7 +193,7 @@ def last_stage(world, way):
     layers, loss_fn = build(way, routers=(4,))
     data = batches(COUNT)
     losses, expected = plain(way, data, routers=(4,))
-    with Pipeline(layers, made("1f1b", 2), loss_fn, group=world, timeout_s=60) as pipe:
+    with Pipeline(layers, made("1f1b", 2), loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         loss = float(pipe.step(data, data))
         worst = max(float((p.grad - expected[n]).abs().max()) for n, p in pipe.named_parameters())
     return loss - sum(losses) / COUNT, worst
@@ -248,7 +249,7 @@ def copies_that_count(world, system, keeps):
     layers = [Counts(keeps) for _ in range(4)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with Pipeline(layers, plan, F.mse_loss, group=world, timeout_s=60) as pipe:
+        with Pipeline(layers, plan, F.mse_loss, group=world, timeout_s=PATIENCE_S) as pipe:
             pipe.step(batches(COUNT), batches(COUNT))
     return [str(w.message) for w in said if "hold a copy of its layer" in str(w.message)]
 

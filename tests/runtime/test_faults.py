@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from test_train import job  # noqa: E402
@@ -33,8 +34,8 @@ from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 from octopipe.runtime.training.shelf import damage  # noqa: E402
 
 TIMEOUT_S = 8.0
-LIMIT_S = 300.0
-"""Far above what any of these takes, far below the 1800 s that torch would wait."""
+"""Of runs whose fault nobody can tell from a slow rank; it is waited out. All others must be noticed long before
+`PATIENCE_S`, which is far below the 1800 s that torch would wait."""
 REAL_TRAIN_RANK = trainer.train_rank
 
 
@@ -131,7 +132,7 @@ ACTS: dict[str, Any] = {
     "gpu memory": lambda: _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
     "host memory": lambda: _raise(MemoryError("no room")),
     "slow": lambda: time.sleep(1.0),
-    "hang": lambda: time.sleep(10 * TIMEOUT_S),
+    "hang": lambda: time.sleep(PATIENCE_S),
     "full disk": _fill_the_disk,
 }
 
@@ -139,7 +140,8 @@ ACTS: dict[str, Any] = {
 def run(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> TrainResult:
     """The run with its fault. Ends in time, leaves no process, no shared memory and only good checkpoints."""
     here = replace(fault, folder=str(folder))
-    asked = job(nproc=2, steps=6, checkpoint=str(folder / "run"), save_every=2, timeout_s=TIMEOUT_S, **changes)
+    timeout_s = TIMEOUT_S if fault.act in ("hang", "stop") else PATIENCE_S
+    asked = job(nproc=2, steps=6, checkpoint=str(folder / "run"), save_every=2, timeout_s=timeout_s, **changes)
     monkeypatch.setattr(trainer, "train_rank", partial(train_with_fault, here))
     began = time.monotonic()
     try:
@@ -147,7 +149,7 @@ def run(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: 
         assert result is not None
         return result
     finally:
-        assert time.monotonic() - began < LIMIT_S
+        assert time.monotonic() - began < PATIENCE_S
         pids = [int(p.read_text()) for p in folder.glob("pid-*")]
         assert len(pids) == 2
         for pid in pids:
@@ -155,6 +157,11 @@ def run(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: 
             assert glob.glob(f"/dev/shm/*_{pid}_*") == []
         for path in checkpoints(folder / "run"):
             assert damage(path) == ""
+
+
+def slow(*values: str) -> Any:
+    """A fault that the slow tier tries: one of its kind, or at its place, is among the quick ones."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def _lives(pid: int) -> bool:
@@ -166,18 +173,20 @@ def _lives(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("act", "when", "said"),
     [
-        ("kill", "start", r"^rank 1 was killed by SIGKILL; rank 0: while [^,]+, a rank was lost"),
+        slow("kill", "start", r"^rank 1 was killed by SIGKILL; rank 0: while [^,]+, a rank was lost"),
         ("kill", "F", r"^rank 1 was killed by SIGKILL; rank 0 did not get the input gradient of 1\w+ "),
         ("kill", "saving", r"^rank 1 was killed by SIGKILL; rank 0: while step 4 was saved, a rank was lost"),
-        ("stop", "start", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT"),
+        slow("stop", "start", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT"),
         ("stop", "F", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT.*within 8 s"),
-        ("stop", "saving", r"^rank 1 is stopped \(SIGSTOP\).*while step 4 was saved, not every rank answered"),
-        ("terminate", "start", r"^rank 1 was killed by SIGTERM"),
+        slow("stop", "saving", r"^rank 1 is stopped \(SIGSTOP\).*while step 4 was saved, not every rank answered"),
+        slow("terminate", "start", r"^rank 1 was killed by SIGTERM"),
         ("hang", "F", r"did not get the .* within 8 s; pending ops: .*rank 1: runs 1F1"),
         ("raise", "F", r"^rank 1: ValueError: a bad layer .*in 1F1: forward of .* 1 in stage 1 on rank 1, layer 7 \("),
-        ("raise", "saving", r"^rank 1: ValueError: a bad layer"),
+        slow("raise", "saving", r"^rank 1: ValueError: a bad layer"),
         ("gpu memory", "F", r"^rank 1: OutOfMemoryError: CUDA out of memory.*in 1F1: .*; use smaller micro-batches"),
-        ("gpu memory", "I", r"^rank 1: OutOfMemoryError: .*in 1I1: input gradient of .* layers 4 to 7; use smaller"),
+        slow(
+            "gpu memory", "I", r"^rank 1: OutOfMemoryError: .*in 1I1: input gradient of .* layers 4 to 7; use smaller"
+        ),
         ("host memory", "W", r"^rank 1: MemoryError: no room .*in 1W1: weight gradient of .* layers 4 to 7; use "),
         ("full disk", "saving", r"the checkpoint cannot be written \(File too large\); check the folder"),
     ],
@@ -245,7 +254,7 @@ def another_model_on_rank_1(seat: launch.Seat, asked: TrainJob) -> TrainResult |
 def test_a_peer_with_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "train_rank", another_model_on_rank_1)
     with pytest.raises(OctoPipeError, match=r"rank 1.*(shape|layer|size)"):
-        trainer.train(job(nproc=2, steps=2, timeout_s=TIMEOUT_S))
+        trainer.train(job(nproc=2, steps=2, timeout_s=PATIENCE_S))
 
 
 def stops_at_once(seat: launch.Seat, _: Any) -> None:
@@ -290,6 +299,7 @@ def test_nothing_listens_outside_this_host() -> None:
     assert not [row for row in six if row[1].endswith(f":{store.port:04X}") and row[3] == "0A"]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told_with_the_mend() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -302,7 +312,7 @@ def test_a_port_in_use_is_told_with_the_mend() -> None:
             env={**os.environ, **seat},
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("octopipe:")]

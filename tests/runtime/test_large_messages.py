@@ -4,6 +4,7 @@ kept apart, or refused by name. And layers that come wrapped in the older FSDP a
 from __future__ import annotations
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -77,7 +78,7 @@ def trained(world, kind, system, large):
     plan = build_plan(system, CostTable.uniform(num_layers=2), 2, COUNT)
     loss_fn = lambda o, t: (o - t).square().mean()  # noqa: E731
     try:
-        with Pipeline(layers, plan, loss_fn, group=world, timeout_s=60) as pipe:
+        with Pipeline(layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             losses = [float(pipe.step(parts, parts)) for _ in range(2)]
             return losses, {n: float(p.grad) for n, p in pipe.named_parameters()}
     except OctoPipeError as error:
@@ -123,7 +124,7 @@ def wrapped(world, nested):
     layers = [nn.Linear(4, 4), nn.Sequential(nn.Tanh(), linear) if nested else linear]
     plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, COUNT)
     try:
-        Pipeline(layers, plan, lambda o, t: o.mean(), group=world, timeout_s=30)
+        Pipeline(layers, plan, lambda o, t: o.mean(), group=world, timeout_s=PATIENCE_S)
     except OctoPipeError as error:
         return str(error)
     return "taken"

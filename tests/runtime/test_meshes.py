@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from effort import some
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -52,7 +54,7 @@ def data_parallel(world, shape, names, options, plan):
     case = make("plain", 2 * plan.num_micro_batches)
     expected, losses = plain_gradients(*case)
     count = plan.num_micro_batches
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30, **options) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S, **options) as pipe:
         mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
     return _worst(pipe, expected), abs(loss - sum(losses) / len(losses))
@@ -81,7 +83,7 @@ def two_data_dimensions(world):
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 1, 2)
     case = make("plain", 8)
     expected, losses = plain_gradients(*case)
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * 2, pipe.world.replica * 2 + 2)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
         norm = float(pipe.clip_grad_norm_(1e9))
@@ -95,7 +97,7 @@ def test_two_data_dimensions_are_averaged_over_together(four):
 def leftover(world, names, options):
     case = make("plain", 4)
     try:
-        Pipeline(case.layers, _plan(), case.loss_fn, mesh=_mesh((2, 2), names), timeout_s=30, **options)
+        Pipeline(case.layers, _plan(), case.loss_fn, mesh=_mesh((2, 2), names), timeout_s=PATIENCE_S, **options)
     except OctoPipeError as error:
         return str(error)
     return ""
@@ -137,7 +139,9 @@ class Counts(nn.Module):
 def buffers(world):
     layers = [Counts(10 + world.rank) for _ in range(4)]
     plan = _plan("chimera", num_layers=4)
-    with Pipeline(layers, plan, lambda o, t: o.square().mean(), mesh=_mesh((2, 2), ("dp", "pp")), timeout_s=30) as pipe:
+    with Pipeline(
+        layers, plan, lambda o, t: o.square().mean(), mesh=_mesh((2, 2), ("dp", "pp")), timeout_s=PATIENCE_S
+    ) as pipe:
         return {
             f"{k}.{name}": b.tolist() for k, m in pipe.modules().items() for name, b in m.named_buffers()
         }  # the global rank that held a layer first is 0 or 1
@@ -164,7 +168,7 @@ def fully_sharded(world, plan, replicate):
         if not (replicate and k % 2):  # the others are averaged by the pipeline
             fully_shard(layer, mesh=mesh["dp_shard"])
     count = plan.num_micro_batches
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
         worst = _worst(pipe, expected)
@@ -173,7 +177,7 @@ def fully_sharded(world, plan, replicate):
 
 
 @pytest.mark.parametrize("replicate", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_fsdp_beside_the_pipeline_gives_the_gradients_of_one_process(name, replicate, four):
     for errors in four.run(fully_sharded, _plan(name), replicate):
         assert max(errors) <= TOLERANCE
@@ -189,7 +193,7 @@ def hybrid_sharded(world, both):
     expected, _ = plain_gradients(*case)
     for layer in case.layers:
         fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"] if both else mesh["dp_shard"])
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * 2, pipe.world.replica * 2 + 2)
         pipe.step(case.inputs[mine], case.targets[mine])
         return _worst(pipe, expected)
@@ -235,7 +239,7 @@ def tensor_parallel(world, plan, sequence):
             )
         else:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30) as pipe:
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         for _ in range(2):
             loss = float(pipe.step(case.inputs, case.targets))
         for p in pipe.parameters():
@@ -246,7 +250,7 @@ def tensor_parallel(world, plan, sequence):
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_tensor_parallel_layers_give_the_gradients_of_one_process(name, sequence, four):
     for errors in four.run(tensor_parallel, _plan(name), sequence):
         assert max(errors) <= TOLERANCE
@@ -341,7 +345,7 @@ def expert_parallel(world, plan, how):
     loss_fn = lambda o, t: F.mse_loss(o, t)  # noqa: E731
     expected, losses = plain_gradients(whole, data, data, loss_fn)
     sharded = {"ep": ["*.experts"]} if how == "plain" else None
-    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded=sharded, timeout_s=30) as pipe:
+    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded=sharded, timeout_s=PATIENCE_S) as pipe:
         part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = float(pipe.step(data[part], data[part]))
         cut = how == "plain"
@@ -399,14 +403,14 @@ def balanced(world, plan):
     data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(2 * count)]
     loss_fn = lambda o, t: F.mse_loss(o, t)  # noqa: E731
     expected, _ = plain_gradients(whole, data, data, loss_fn)
-    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60) as pipe:
+    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S) as pipe:
         part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         pipe.step(data[part], data[part])
         here = {n: g[place : place + 1] if n.endswith("experts") else g for n, g in expected.items()}
         return _worst(pipe, here)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("name", some(["zb-h1", "1f1b", "interleaved"]))
 def test_losses_of_expert_layers_count_as_they_are(name, four):
     """The mean over micro-batches is the layer's own to take; over expert ranks all gradients are averaged."""
     assert max(four.run(balanced, _plan(name, num_layers=6))) <= TOLERANCE
@@ -435,7 +439,7 @@ def unused(world, names, plan):
     layers = [Half() for _ in range(4)]
     options = {"mesh": _mesh((2, 2), names)} if names else {"group": world}
     count = plan.num_micro_batches
-    with Pipeline(layers, plan, lambda o, t: o.square().mean(), timeout_s=30, **options) as pipe:
+    with Pipeline(layers, plan, lambda o, t: o.square().mean(), timeout_s=PATIENCE_S, **options) as pipe:
         optimizer = torch.optim.AdamW(list(pipe.parameters()), lr=0.0, weight_decay=0.0)
         for _ in range(2):
             sign = 1.0 if pipe.world.replica else -1.0
@@ -461,7 +465,7 @@ def thawed(world):
     layers = [Half() for _ in range(4)]
     plan, out = _plan("chimera", num_layers=4), []
     data = [torch.ones(1, 2, WIDTH, dtype=torch.float64) for _ in range(4)]
-    with Pipeline(layers, plan, lambda o, t: o.square().mean(), group=world, timeout_s=30) as pipe:
+    with Pipeline(layers, plan, lambda o, t: o.square().mean(), group=world, timeout_s=PATIENCE_S) as pipe:
         for trained in (False, True, False):
             for layer in pipe.modules().values():
                 layer.frozen.requires_grad_(trained)
@@ -495,7 +499,7 @@ def outside(world, plan, kind):
     front.zero_grad()
     for layer in layers:
         layer.zero_grad()
-    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=30) as pipe:
+    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         made = front(raw)
         pipe.step(list(made.chunk(4)) if kind == "list" else made, target)
         got = [raw.grad, *(p.grad for p in front.parameters())]

@@ -6,26 +6,23 @@ that has no partner yet holds up all behind it. Not shown here: streams, and NCC
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from effort import draws
 
 torch = pytest.importorskip("torch")
 
-from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
-from random_plans import random_plan  # noqa: E402
-from ranks import shared_ranks  # noqa: E402
+from executor_models import make, random_jobs  # noqa: E402
+from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
 from octopipe.runtime.wire.transports.nccl import NcclTransport  # noqa: E402
-from octopipe.simulation.lowering import CHANNELS  # noqa: E402
 
-TIMEOUT_S = 20.0
 PLANS = 80
 
 
@@ -77,9 +74,9 @@ def run_plans(world, jobs):
         expected, _ = plain_gradients(*case)
         stand = Stand(world.group)
         with patch("torch.cuda.synchronize", lambda *_: None):
-            transport = NcclTransport(stand, torch.device("cpu"), directed=channel == "directed", timeout_s=TIMEOUT_S)
+            transport = NcclTransport(stand, torch.device("cpu"), directed=channel == "directed", timeout_s=PATIENCE_S)
             with Pipeline(
-                case.layers, plan, case.loss_fn, group=stand, channel=channel, transport=transport, timeout_s=TIMEOUT_S
+                case.layers, plan, case.loss_fn, group=stand, channel=channel, transport=transport, timeout_s=PATIENCE_S
             ) as pipe:
                 for _ in range(2):  # the second step guesses the shapes of the first
                     pipe.zero_grad()
@@ -92,11 +89,7 @@ def run_plans(world, jobs):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_plans_over_in_order_communicators(size: int) -> None:
-    jobs = []
-    for seed in range(PLANS // size):
-        rng = random.Random(7000 * size + seed)
-        plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.choice((3, 4, 5)))
-        jobs.append((f"seed {seed}", KINDS[seed % len(KINDS)], plan, CHANNELS[seed // len(KINDS) % len(CHANNELS)]))
+    jobs = random_jobs(size, draws(PLANS // size), first_seed=7000 * size)
     assert len({job[3] for job in jobs}) > 1
     messages = 0
     for per_rank in shared_ranks(size).run(run_plans, jobs):
@@ -105,4 +98,4 @@ def test_random_plans_over_in_order_communicators(size: int) -> None:
             messages += issued
             if channel != "directed":
                 assert all(a < b for a, b in queues), name
-    assert messages > 100 * size
+    assert messages > 5 * len(jobs)

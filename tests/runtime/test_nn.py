@@ -401,6 +401,7 @@ def test_low_precision_layers_stay_near_float64(dtype):
             _equal(y.double(), reference(x), 0.05 if dtype is torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_mamba2_leaves_the_projections_split():
     torch._dynamo.reset()
     module, x = _layer(MIXERS["mamba2"]), _randn(2, 11, H)

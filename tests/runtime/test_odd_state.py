@@ -10,6 +10,7 @@ import random
 from typing import Any
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
@@ -90,7 +91,7 @@ def differences(world: World, name: str, plan: Any) -> list[str]:
     loss_fn = kind.loss() if kind.loss else odd_layers.loss
     seed_hosts()
     wrong = []
-    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=60) as pipe:
+    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         for step in range(STEPS):
             loss = float(pipe.step([x.clone() for x in inputs], targets))
             want = sum(losses[COUNT * step : COUNT * (step + 1)]) / COUNT

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import WHOLE
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from ranks import shared_ranks  # noqa: E402
+from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.cluster.hardware import Link  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.stages.chain import StageChain  # noqa: E402
 from octopipe.runtime.stages.offload import HostStore, Parcel  # noqa: E402
+from octopipe.runtime.stages.stage import Stage  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 WIDTH, TOKENS = 32, 128
@@ -60,7 +63,7 @@ def run_systems(world, names):
         wanted = [[p.grad.clone() for p in layer.parameters()] for layer in layers]
         for layer in layers:
             layer.zero_grad()
-        with Pipeline(layers, plan, F.mse_loss, costs=costs, group=world, timeout_s=30) as pipe:
+        with Pipeline(layers, plan, F.mse_loss, costs=costs, group=world, timeout_s=PATIENCE_S) as pipe:
             for _ in range(2):  # the second step finds the buffers of the first
                 pipe.zero_grad()
                 loss = float(pipe.step(batch, target))
@@ -78,7 +81,8 @@ def run_systems(world, names):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_plans_that_offload_give_the_gradients_of_one_process(size):
-    for per_rank in shared_ranks(size).run(run_systems, ["gpipe", "1f1b", "zb-v", "interleaved"]):
+    names = ["gpipe", "1f1b", "zb-v", "interleaved"] if WHOLE or size == 2 else ["zb-v", "interleaved"]
+    for per_rank in shared_ranks(size).run(run_systems, names):
         for name, worst, loss, evaluated, _, left in per_rank:
             assert max(worst, loss, evaluated) <= 1e-12, name
             assert left == 0
@@ -125,6 +129,32 @@ def test_host_buffers_are_used_again():
     assert len(set(addresses)) == 1
 
 
+def left_before_w(offloads: bool) -> int:
+    """Bytes of saved tensors that exist after I, while W is still to come."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(3)]
+    chain = StageChain([(Stage(layers, first_layer=0), False)])
+    store, parcel = HostStore(torch.device("cpu"), small_bytes=0), Parcel(small_bytes=0)
+    runs = chain.forward(torch.randn(64, 32), [True], None, None, again=False, side=None, parcel=parcel)[0]
+    held = dict(parcel.memories)
+    if offloads:
+        store.down(parcel)
+        store.release(parcel)
+        store.fetch(parcel, torch.device("cpu"))
+        watched = [(m.bytes.untyped_storage()._weak_ref(), m.nbytes) for m in held.values()]
+        store.ready(parcel)
+    else:
+        watched = [(m.bytes.untyped_storage()._weak_ref(), m.nbytes) for m in held.values()]
+        parcel.memories.clear()
+    held.clear()
+    StageChain.backward(runs, [torch.ones(64, 32)], fused=False)
+    return sum(nbytes for weak, nbytes in watched if not torch.UntypedStorage._expired(weak))
+
+
+def test_after_i_only_what_w_needs_is_left_as_without_offload():
+    assert 0 < left_before_w(offloads=True) == left_before_w(offloads=False)
+
+
 class Squared(nn.Module):
     """Differentiates inside its forward."""
 
@@ -139,7 +169,9 @@ class Squared(nn.Module):
 def run_refused(world):
     costs = CostTable.uniform(num_layers=4).replace(host_link=Link())
     plan = offloading(build_plan("gpipe", costs, world.size, 2))
-    with Pipeline([Squared() for _ in range(4)], plan, F.mse_loss, costs=costs, group=world, timeout_s=30) as pipe:
+    with Pipeline(
+        [Squared() for _ in range(4)], plan, F.mse_loss, costs=costs, group=world, timeout_s=PATIENCE_S
+    ) as pipe:
         batch = [torch.randn(4, WIDTH) for _ in range(2)]
         try:
             pipe.step(batch, batch)

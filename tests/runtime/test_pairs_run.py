@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from executor_models import WIDTH, Block  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import PATIENCE_S, Ranks  # noqa: E402
 from test_meshes import _mesh  # noqa: E402
 from test_pairs import with_pairs  # noqa: E402
 from torch import nn  # noqa: E402
@@ -119,7 +119,7 @@ def run_plans(world, plans, ways):
     """The worst relative error of every plan's gradients and losses in float64, and how often turns changed."""
     mesh = _mesh((2, 2), ("ep", "pp"))
     group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
-    moved = TokenExchange(group, "cpu", timeout_s=60, chunk_bytes=512, chunks=3)
+    moved = TokenExchange(group, "cpu", timeout_s=PATIENCE_S, chunk_bytes=512, chunks=3)
     handed = [0]
     before = turns._Pair.hand_over
 
@@ -136,7 +136,9 @@ def run_plans(world, plans, ways):
             data = [torch.randn(2, 4, WIDTH, dtype=torch.float64) for _ in range(2 * count)]
             expected, losses = plain_gradients(whole, data, data, F.mse_loss)
             handed[0], worst = 0, 0.0
-            with Pipeline(mine, plan, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60) as pipe:
+            with Pipeline(
+                mine, plan, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S
+            ) as pipe:
                 part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
                 for _ in range(2):
                     for p in pipe.parameters():
@@ -200,7 +202,7 @@ def both_ways(world, plan, dtype, options):
         torch.manual_seed(11)
         data = [torch.randn(2, 4, WIDTH, dtype=dtype) for _ in range(plan.num_micro_batches)]
         with Pipeline(
-            mine, each, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60, **options
+            mine, each, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S, **options
         ) as pipe:
             loss = float(pipe.step(data, data))
             found.append((loss, gradients(pipe)))
@@ -247,7 +249,7 @@ def misbehaving(world, plan, behaviour, how):
     """The last rank misbehaves inside a pair; returns what this rank says, and when."""
     mesh = _mesh((2, 2), ("ep", "pp"))
     group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
-    moved = TokenExchange(group, "cpu", timeout_s=60) if how == "rings" else None
+    moved = TokenExchange(group, "cpu", timeout_s=PATIENCE_S) if how == "rings" else None
     calls = [0]
 
     def exchange(rows):
@@ -256,12 +258,12 @@ def misbehaving(world, plan, behaviour, how):
             if calls[0] == 9:
                 if behaviour == "raises":
                     raise ValueError("no such expert")
-                time.sleep(60)
+                time.sleep(PATIENCE_S)
         return exchanged(rows, how, group, moved)
 
     _, mine = made(torch.float64, exchange, place)
     data = [torch.randn(2, 4, WIDTH, dtype=torch.float64) for _ in range(plan.num_micro_batches)]
-    timeout_s = TIMEOUT_S if behaviour == "hangs" else 60.0
+    timeout_s = TIMEOUT_S if behaviour == "hangs" else PATIENCE_S
     pipe = Pipeline(mine, plan, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=timeout_s)
     began = time.monotonic()
     try:
@@ -273,31 +275,29 @@ def misbehaving(world, plan, behaviour, how):
     return "none", "", 0.0
 
 
-def misbehaved(behaviour: str, how: str, first: int) -> list[tuple[bool, object]]:
-    """What the first ranks say."""
+def misbehaved(behaviour: str, how: str, ranks_asked: range) -> list[tuple[bool, object]]:
+    """What these ranks say."""
     plan = build_plan("1f1b", octopipe.CostTable.uniform(num_layers=NUM_LAYERS), 2, 4)
     plan = with_pairs(random.Random(1), plan, share=1.0)
     ranks = Ranks(4)
     try:
         ranks.start(misbehaving, plan, behaviour, how)
-        return ranks.results(timeout_s=45.0, first=first)
+        return ranks.results(of=ranks_asked)
     finally:
-        for process in ranks.processes:
-            process.kill()
-        ranks.close()
+        ranks.kill()
 
 
 @pytest.mark.parametrize("how", ["all_to_all_single", "rings"])
 def test_an_error_inside_a_pair_is_told_on_all_ranks_in_its_words(how: str) -> None:
-    said = misbehaved("raises", how, 4)
+    said = misbehaved("raises", how, range(4))
     assert said[3] == (True, ("ValueError", "no such expert", said[3][1][2])), said
     for worked, (name, text, seconds) in said[:3]:
         assert worked and name == "PeerError" and "no such expert" in text, said
-        assert seconds < 30
+        assert seconds < PATIENCE_S
 
 
 def test_a_rank_that_hangs_inside_a_pair_is_told_in_time() -> None:
-    said = misbehaved("hangs", "all_to_all_single", 3)
+    said = misbehaved("hangs", "all_to_all_single", range(3))
     for worked, (name, text, seconds) in said:
-        assert worked and name == "PeerError" and seconds < 4 * TIMEOUT_S, said
+        assert worked and name == "PeerError" and seconds < PATIENCE_S, said
         assert "exchange of tokens" in text or "did not" in text, said

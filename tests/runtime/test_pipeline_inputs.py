@@ -6,6 +6,7 @@ import dataclasses
 from collections import UserDict
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -118,7 +119,7 @@ def partial(world, plan, rows, with_batch):
     loss = float(square(nn.Sequential(*layers)(x), y))
     for layer in layers:
         layer.zero_grad()
-    with Pipeline(layers, plan, square, group=world, timeout_s=30) as pipe:
+    with Pipeline(layers, plan, square, group=world, timeout_s=PATIENCE_S) as pipe:
         got = float(pipe.step(x, y)), float(pipe.evaluate(x, y))
         worst = max(float((p.grad - want[n]).abs().max()) for n, p in pipe.named_parameters())
         out = pipe.predict(x if with_batch or pipe.rank == 0 else None, to="all")
@@ -135,7 +136,7 @@ def test_a_partial_batch_gives_the_mean_over_its_rows(rows, two):
 
 
 def unknown_rows(world, plan):
-    with Pipeline(linears(), plan, lambda o: o.square().mean(), group=world, timeout_s=30) as pipe:
+    with Pipeline(linears(), plan, lambda o: o.square().mean(), group=world, timeout_s=PATIENCE_S) as pipe:
         try:
             pipe.step(data(7) if pipe.rank == 0 else None)
         except OctoPipeError as error:
@@ -169,7 +170,7 @@ def side(world, plan):
     for layer in layers:
         layer.zero_grad()
     with Pipeline(
-        layers, plan, square, group=world, side_inputs=("mask", "positions"), verify=True, timeout_s=30
+        layers, plan, square, group=world, side_inputs=("mask", "positions"), verify=True, timeout_s=PATIENCE_S
     ) as pipe:
         pipe.step(x, y, side={"mask": mask, "positions": [where] * COUNT})
         worst = max(float((p.grad - want[n]).abs().max()) for n, p in pipe.named_parameters())
@@ -198,7 +199,7 @@ def test_side_inputs_that_are_missing_or_unknown_are_named():
 
 
 def after_inference(world, plan):
-    with Pipeline(linears(), plan, square, group=world, timeout_s=30) as pipe:
+    with Pipeline(linears(), plan, square, group=world, timeout_s=PATIENCE_S) as pipe:
         with torch.inference_mode():
             x, y = data(8), data(8, 2)
             first = float(pipe.evaluate(x, y))
@@ -244,3 +245,14 @@ def test_a_parameter_without_gradient_is_told_in_the_first_step():
     pipe = Pipeline([nn.Linear(4, 4), Unused(4, 4), nn.Identity(), nn.Identity()], alone(), square)
     with pytest.warns(UserWarning, match=r"1\.weight and 1 more got no gradient"):
         pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+
+
+def test_verify_watches_the_weight_gradients_of_a_split_plan() -> None:
+    """In this process: what stands in for a stage's run while it is watched takes every call that the run takes."""
+    plan = build_plan("zb-h1", CostTable.uniform(num_layers=3), 1, 2)
+    assert any(op.kind == "W" for op in plan.orders[0])
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    x = torch.randn(4, 4)
+    with Pipeline(layers, plan, lambda out, y: (out - y).square().mean(), verify=True) as pipe:
+        loss = float(pipe.step(x, x))
+    assert loss == pytest.approx(float((nn.Sequential(*layers)(x) - x).square().mean().detach()), rel=1e-5)

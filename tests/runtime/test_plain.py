@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from effort import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     again = decoded(encoded(value))
@@ -155,7 +156,7 @@ def test_a_dataclass_is_made_without_its_constructor() -> None:
     assert decoded(encoded(made)).command == "x"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for read in (decoded, _described):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import some
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
@@ -68,7 +69,7 @@ def far(pipe: Pipeline, exact: dict[str, Any]) -> float:
     return (apart / sum(float(g.norm()) ** 2 for g in exact.values())) ** 0.5  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("system", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("system", some(["zb-h1", "gpipe"]))
 def test_gradients_of_many_micro_batches_add_up_in_float32(system: str) -> None:
     """Against the same bfloat16 layers run micro-batch by micro-batch, their gradients summed in float64."""
     inputs, targets = batch()
@@ -247,6 +248,7 @@ def test_copies_and_data_parallel_pipelines_add_up_in_float32() -> None:
         assert run.losses == pytest.approx(alone.losses, rel=3e-3)
 
 
+@pytest.mark.slow
 def test_a_profile_counts_the_bytes_of_its_precision_and_other_runs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
@@ -23,7 +24,7 @@ def through_host(world, plan):
     put = worlds.HostWork.wait
     with (
         pytest.MonkeyPatch.context() as patch,
-        Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe,
+        Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe,
     ):
         patch.setattr(worlds, "needs_host", lambda group, tensor: True)
         patch.setattr(reduction, "needs_host", lambda group, tensor: True)

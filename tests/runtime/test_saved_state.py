@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 torch = pytest.importorskip("torch")
-from ranks import Ranks, shared_ranks  # noqa: E402
+from ranks import PATIENCE_S, Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
@@ -119,7 +119,7 @@ def halve(pipe, optimizer):
 
 def with_switches(world):
     losses = []
-    make_pipe = lambda plan: Pipeline(layers(), plan, loss_fn, group=world, timeout_s=30)  # noqa: E731
+    make_pipe = lambda plan: Pipeline(layers(), plan, loss_fn, group=world, timeout_s=PATIENCE_S)  # noqa: E731
     pipe = make_pipe(plan("there"))
     optimizer = optimizer_of(pipe.named_parameters())
     for step in range(6):
@@ -144,7 +144,7 @@ def test_a_switch_keeps_every_parameters_rate_and_every_buffer(two):
 def with_checkpoint(world, folder):
     losses = []
     for name, load in (("there", False), ("here", True)):
-        with Pipeline(layers(), plan(name), loss_fn, group=world, timeout_s=30) as pipe:
+        with Pipeline(layers(), plan(name), loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             optimizer = optimizer_of(pipe.named_parameters())
             if load:
                 load_checkpoint(checkpoints(folder)[-1], pipe, optimizer)
@@ -164,7 +164,7 @@ def test_a_decayed_rate_goes_on_where_it_was_under_another_plan(two, tmp_path):
 
 
 def lost_gradient(world):
-    make_pipe = lambda plan: Pipeline(layers(), plan, loss_fn, group=world, timeout_s=30)  # noqa: E731
+    make_pipe = lambda plan: Pipeline(layers(), plan, loss_fn, group=world, timeout_s=PATIENCE_S)  # noqa: E731
     pipe = make_pipe(plan("there"))
     pipe.step(data(), data())
     with pytest.raises(OctoPipeError, match="has a gradient, which switching plans would lose"):
@@ -181,7 +181,7 @@ def test_gradients_are_never_lost_in_a_switch(two):
 
 def alone(model):
     single = build_plan("1f1b", CostTable.uniform(num_layers=len(model)), 1, 2)
-    return Pipeline(model, single, loss_fn, group=World(None), timeout_s=30)
+    return Pipeline(model, single, loss_fn, group=World(None), timeout_s=PATIENCE_S)
 
 
 def test_groups_that_mix_what_had_different_rates_are_refused(tmp_path):
@@ -276,7 +276,7 @@ def test_extra_state_that_could_never_be_loaded_is_refused_before_anything_is_wr
 
 def refused_together(world, folder):
     model = [*layers()[:5], Remembers(Opaque())]
-    with Pipeline(model, plan("there"), loss_fn, group=world, timeout_s=30) as pipe:
+    with Pipeline(model, plan("there"), loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         try:
             save_checkpoint(folder, pipe, step=1)
         except OctoPipeError as error:

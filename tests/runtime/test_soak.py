@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import soak
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     told: list[str] = []
     assert soak.soak(24, 1, 3, tmp_path, told.append) == []

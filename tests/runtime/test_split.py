@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from effort import draws, some
 from plans import random_plan
 
 from octopipe.costs.resolve import resolve_costs
@@ -110,8 +111,9 @@ def test_uniform_span_bubble_is_zb_h1s(p: int, m: int, w: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "chimera", "dynapipe"])
-@pytest.mark.parametrize(("model", "pp", "m"), [("nemotron-h-56b", 8, 16), ("llama3-8b", 4, 16), ("jamba-52b", 4, 4)])
-def test_published_systems_split_within_the_rules(name: str, model: str, pp: int, m: int) -> None:
+@pytest.mark.parametrize("case", some([("jamba-52b", 4, 4), ("nemotron-h-56b", 8, 16), ("llama3-8b", 4, 16)]))
+def test_published_systems_split_within_the_rules(name: str, case: tuple[str, int, int]) -> None:
+    model, pp, m = case
     costs = resolve_costs(model, pp=pp)
     plan = build_plan(name, costs, pp, m)
     if not any(op.kind == "B" for order in plan.orders for op in order):
@@ -129,7 +131,7 @@ def test_recomputation_survives(name: str) -> None:
     assert sum(op.kind == "R" for order in split.orders for op in order) > 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(draws(60)))
 def test_any_plan_splits_within_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     plan = random_plan(rng, routes=1 + seed % 2)

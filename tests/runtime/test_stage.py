@@ -209,9 +209,7 @@ def test_backward_takes_the_shortest_way_that_torch_has(known: str, monkeypatch:
     def counted(name: str, function: Any) -> Any:
         return lambda *a, **k: (used.append(name), function(*a, **k))[1]
 
-    monkeypatch.setattr(
-        module, "run_backward_on_host", counted("host", module.run_backward_on_host) if known == "host" else None
-    )
+    monkeypatch.setattr(module, "run_engine", counted("host", module.run_engine) if known == "host" else None)
     engine = counted("engine", module.engine_run_backward) if known != "nothing" else None
     monkeypatch.setattr(module, "engine_run_backward", engine)
     layer = nn.Linear(3, 3).double()
@@ -244,7 +242,7 @@ def test_what_backward_has_used_is_let_go_while_it_runs(way: str, monkeypatch: p
         return late * late
 
     if way == "engine":
-        monkeypatch.setattr(module, "run_backward_on_host", None)
+        monkeypatch.setattr(module, "run_engine", None)
     Stage([Call(layer)]).forward(ones(5)).backward_full([ones(5)])
     assert gone == [True]
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import PATIENCE_S
 from torch.distributed.nn.functional import all_to_all_single
 
 from octopipe import OctoPipeError
@@ -15,7 +16,7 @@ from octopipe.runtime.token_exchange import TokenExchange
 
 def exchanged(world, jobs, chunk_bytes: int, chunks: int):
     """Rows and gradients of random splits, ours against gloo's."""
-    moved = TokenExchange(dist.group.WORLD, "cpu", timeout_s=20, chunk_bytes=chunk_bytes, chunks=chunks)
+    moved = TokenExchange(dist.group.WORLD, "cpu", timeout_s=PATIENCE_S, chunk_bytes=chunk_bytes, chunks=chunks)
     me, worst = world.rank, 0.0
     for seed, table, width in jobs:
         torch.manual_seed(100 * seed + me)
@@ -50,7 +51,7 @@ def test_rows_and_gradients_are_those_of_gloo(chunk_bytes: int, chunks: int, fou
 
 
 def refused(world):
-    moved = TokenExchange(dist.group.WORLD, "cpu", timeout_s=20)
+    moved = TokenExchange(dist.group.WORLD, "cpu", timeout_s=PATIENCE_S)
     said = []
     for keywords in ({}, {"send": [1, 1]}, {"send": [1, 2, 0]}):
         try:

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from ranks import shared_ranks  # noqa: E402
+from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
@@ -107,7 +107,7 @@ def run_towers(world, frozen):
         else:
             plan = build_plan(name, CostTable.uniform(num_layers=count), world.size, 4, split_backward=True)
         with Pipeline(
-            parts.layers, plan, parts.loss_fn, group=world, side_inputs=parts.side_inputs, timeout_s=60
+            parts.layers, plan, parts.loss_fn, group=world, side_inputs=parts.side_inputs, timeout_s=PATIENCE_S
         ) as pipe:
             labels = [labels_of(ids) for ids in tokens]
             found = float(pipe.step(pixels, labels, side={"input_ids": tokens}))

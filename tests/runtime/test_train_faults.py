@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 from test_train import job  # noqa: E402
@@ -27,7 +28,7 @@ from octopipe.runtime.training.shelf import damage, locked  # noqa: E402
 
 COMMAND = (
     *("nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "--micro-batches", "2"),
-    *("--no-measure", "--steps", "100000", "--save-every", "2", "--timeout", "60s"),
+    *("--no-measure", "--steps", "100000", "--save-every", "2", "--timeout", "300s"),
 )
 
 
@@ -37,18 +38,20 @@ def started(folder: Path, *more: str) -> subprocess.Popen[str]:
     # Where tests run in the background, a shell has told them to ignore Ctrl-C.
     hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
-    end = time.monotonic() + 240
+    end = time.monotonic() + PATIENCE_S
     while latest(folder) is None and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
     assert latest(folder) is not None and process.poll() is None, process.communicate()
     return process
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), pytest.param(signal.SIGINT, "Ctrl-C", marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_asked_to_stop_saves_and_says_so(number: signal.Signals, name: str, tmp_path: Path) -> None:
     process = started(tmp_path / "run")
     process.send_signal(number)
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, errors
     last = latest(tmp_path / "run")
     assert last is not None and damage(last) == ""
@@ -156,12 +159,13 @@ def test_a_gradient_norm_that_is_not_finite_is_told(tmp_path: Path) -> None:
         watch.look(2, torch.tensor(1.0), torch.tensor(float("inf")))
 
 
+@pytest.mark.slow
 def test_stopping_leaves_no_process_behind(tmp_path: Path) -> None:
     process = started(tmp_path / "run")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    end = time.monotonic() + 60
+    process.communicate(timeout=PATIENCE_S)
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in children):
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)

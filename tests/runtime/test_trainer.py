@@ -13,7 +13,8 @@ import pytest
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.cli import main
-from octopipe.runtime.training import host_memory, memory_check
+from octopipe.runtime.measure import host_memory
+from octopipe.runtime.training import memory_check
 from octopipe.runtime.training.job import StepReport, TrainJob
 from octopipe.runtime.training.schedule import Schedule
 

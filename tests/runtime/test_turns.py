@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import PATIENCE_S
 from test_meshes import TOLERANCE, WIDTH, Block, Experts, _mesh, _plan, _worst
 from test_pairs import with_pairs
 from torch import nn
@@ -17,8 +18,9 @@ from twins import plain_gradients
 from octopipe import OctoPipeError, Pipeline
 from octopipe.plans.plan import Plan
 from octopipe.runtime import turns
+from octopipe.runtime.paired_ops import Portions
 from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
-from octopipe.runtime.turns import Turns, exchange
+from octopipe.runtime.turns import Turns, exchange, give_turn
 
 # -- turns alone ----------------------------------------------------------------------------------------
 
@@ -42,6 +44,37 @@ def test_turns_change_at_every_exchange_and_nowhere_else() -> None:
     said.clear()
     assert pairs.together(op("a", 0), op("b", 2), []) is None
     assert said == ["a ends", "b0", "bx0", "b1", "bx1", "b ends"]
+    pairs.close()
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "expected"),
+    [
+        (0, "F W0 W1 W2 W3"),
+        (1, "Fx0 W0 W1 W2 W3 F"),
+        (2, "Fx0 W0 W1 Fx1 W2 W3 F"),
+        (3, "Fx0 W0 W1 Fx1 W2 Fx2 W3 F"),
+        (6, "Fx0 W0 Fx1 W1 Fx2 W2 Fx3 W3 Fx4 Fx5 F"),
+    ],
+)
+def test_a_w_runs_in_portions_beside_every_exchange_of_the_other_op(exchanges: int, expected: str) -> None:
+    said: list[str] = []
+
+    def forward() -> None:
+        for k in range(exchanges):
+            with exchange():
+                said.append(f"Fx{k}")
+        said.append("F")
+
+    def weight() -> None:
+        portions = Portions(4, exchanges, give_turn)
+        for k in range(4):
+            said.append(f"W{k}")
+            portions(1)
+
+    pairs = Turns()
+    assert pairs.together(forward, weight, []) is None
+    assert " ".join(said) == expected and pairs.handed[0] == exchanges
     pairs.close()
 
 
@@ -130,7 +163,7 @@ def experts_in_pairs(world, plan: Plan):
 
     turns._Pair.hand_over = counted
     try:
-        with Pipeline(mine, plan, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60) as pipe:
+        with Pipeline(mine, plan, F.mse_loss, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S) as pipe:
             part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
             errors = []
             for _ in range(2):
@@ -159,7 +192,7 @@ def dropout_in_pairs(world, plan: Plan):
         torch.manual_seed(5)
         layers = [nn.Sequential(Block().double(), nn.Dropout(0.3)) for _ in range(6)]
         data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(plan.num_micro_batches)]
-        with Pipeline(layers, each, F.mse_loss, seed=7, timeout_s=60) as pipe:
+        with Pipeline(layers, each, F.mse_loss, seed=7, timeout_s=PATIENCE_S) as pipe:
             losses.append(float(pipe.step(data, data)))
     return losses
 
@@ -184,7 +217,7 @@ def failing_in_pairs(world, plan: Plan):
 
     layers = [Fails(3 if k == 1 else 10**9) for k in range(6)]
     data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(plan.num_micro_batches)]
-    with Pipeline(layers, plan, F.mse_loss, timeout_s=20) as pipe:
+    with Pipeline(layers, plan, F.mse_loss, timeout_s=PATIENCE_S) as pipe:
         try:
             pipe.step(data, data)
         except (OctoPipeError, ValueError) as error:

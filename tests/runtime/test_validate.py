@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ranks import PATIENCE_S
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.profile_file import Profile
@@ -138,7 +139,7 @@ def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[st
     plans = [build_plan(name, costs, nproc, 4) for name in ("1f1b", "zb-v")]
 
     def make_pipe(plan):
-        return Pipeline(work.layers(device), plan, cross_entropy, group=world, device=device, timeout_s=60.0)
+        return Pipeline(work.layers(device), plan, cross_entropy, group=world, device=device, timeout_s=PATIENCE_S)
 
     def make_optimizer(pipe):
         return torch.optim.AdamW(pipe.parameters(), lr=1e-3)
@@ -151,7 +152,8 @@ def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[st
             pipe, optimizer = switch(
                 pipe, optimizer, plans[(step == 1) * 1], make_pipe=make_pipe, make_optimizer=make_optimizer
             )
-        losses.append(float(pipe.step(work.batch(device, 4, step), work.batch(device, 4, step + 100))))
+        now = replace(work, seed=step)
+        losses.append(float(pipe.step(now.batch(device, 4), now.targets(device, 4))))
         optimizer.step()
         optimizer.zero_grad()
     state = {k: v.clone() for k, v in pipe.state_dict().items()}
@@ -160,7 +162,9 @@ def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[st
 
 
 def test_switching_plans_does_not_change_the_loss_curve() -> None:
-    ((straight, a), (switched, c)), ((_, b), (_, d)) = run_ranks(by_rank(_train_twice), 2, threads=1, timeout_s=120)
+    ((straight, a), (switched, c)), ((_, b), (_, d)) = run_ranks(
+        by_rank(_train_twice), 2, threads=1, timeout_s=PATIENCE_S
+    )
     assert switched == pytest.approx(straight, rel=1e-12)
     whole, moved = {**a, **b}, {**c, **d}
     assert whole.keys() == moved.keys()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from effort import draws
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -398,7 +399,7 @@ def test_a_hook_queues_its_linears_gradient_once_and_only_for_the_input_it_saw()
 # -- rows --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(draws(40)))
 def test_rows_of_any_tensor_follow_each_other_and_are_copied_only_where_they_do_not(seed: int) -> None:
     lot = torch.Generator().manual_seed(seed)
     dims = 2 + seed % 4

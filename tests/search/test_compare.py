@@ -185,6 +185,7 @@ def test_compare_answers_mistakes_in_one_line(
     assert message in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_measured_56b_comparison_has_every_system(capsys: pytest.CaptureFixture[str], profiles: Path) -> None:
     words = ("compare", str(profiles / "nemotron-h-56b.json"), "--pp", "8", "--micro-batches", "8", "--p2p-ms", "0.3")
     code, out, _ = run(capsys, *words, "--time-limit", "1", "--json")

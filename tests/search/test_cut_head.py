@@ -111,12 +111,12 @@ def test_schedules_take_as_long_as_the_simulator_says(seed: int) -> None:
     )
     tried = 0
     for number in range(40):
-        layout = search._drawn_layout(number)
+        layout = search._proposals.drawn_layout(number)
         if layout is None:
             continue
-        keys = search._drawn_keys(layout, varied=True)
+        keys = search._proposals.drawn_keys(layout, varied=True)
         for _ in range(rng.randrange(6)):
-            layout, keys = search._moved(layout, keys)
+            layout, keys = search._proposals.moved(layout, keys)
         ms = search._ms(layout, keys)
         if ms == float("inf"):
             continue
@@ -147,12 +147,17 @@ def test_the_search_never_hands_back_a_plan_that_does_not_fit() -> None:
     )
 
 
+@pytest.mark.slow
+def test_the_same_seed_cuts_the_head_in_the_same_way() -> None:
+    costs = costs_with_head(random.Random(1), 14)
+    plans = [tune(costs, 4, 6, iterations=60, copies=False, workers=1, cut_head=True).plan for _ in range(2)]
+    assert plan_to_json(plans[0]) == plan_to_json(plans[1])
+
+
 def test_tune_cuts_the_head_where_that_is_faster_and_says_so() -> None:
     costs = costs_with_head(random.Random(1), 14)
     whole = tune(costs, 4, 6, iterations=60, copies=False, workers=1)
     cut = tune(costs, 4, 6, iterations=60, copies=False, workers=1, cut_head=True)
-    again = tune(costs, 4, 6, iterations=60, copies=False, workers=1, cut_head=True)
-    assert plan_to_json(cut.plan) == plan_to_json(again.plan)
     assert cut.step_ms < 0.9 * whole.step_ms
     assert cut.step_ms == pytest.approx(simulate(cut.plan, costs).step_ms)
     assert cut.lower_bound_ms <= cut.step_ms and "may cut the head" in cut.plans.words
@@ -219,3 +224,16 @@ def test_orders_as_they_stand_take_as_long_as_the_simulator_says() -> None:
     waits = Waits(needed, np.zeros_like(needed), np.zeros(needed.shape))
     ms = follow(priced, seq, lengths, waits, float("inf"))
     assert ms == pytest.approx(made[1].makespan_ms)
+
+
+def test_a_cut_plan_is_compared_with_the_bound_of_plans_that_cut() -> None:
+    from octopipe.cli.verbs.numbers import bound_of
+
+    costs = costs_with_head(random.Random(4))
+    result = tune(costs, 4, 4, budget_s=1.5, seed=0, cut_head=True, copies=False)
+    plan = result.plan
+    assert plan.shards(), "the head is a third of all work"
+    step = simulate(plan, costs).step_ms
+    for known in (plan, plan.with_extra(lower_bound_ms=None, bound_of=None)):
+        bound = bound_of(costs, known, step)
+        assert bound.plans.cuts_head and 0 < bound.ms <= step

@@ -47,6 +47,7 @@ def test_host_memory_beats_recomputation_at_the_same_limit():
     assert any("go to host memory" in note and "x the speed" in note for note in with_host.notes)
 
 
+@pytest.mark.slow
 def test_it_fits_where_nothing_else_does():
     costs = limited(setting(repeatable=False), 0.25)
     common = {"iterations": 60, "copies": False, "workers": 1}

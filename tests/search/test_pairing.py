@@ -11,12 +11,15 @@ from moe_settings import moe_setting
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import plan_to_json
+from octopipe.plans.op import parse_orders
 from octopipe.plans.pair_price import PairPrices
-from octopipe.plans.plan import Op
+from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.pairing.choose import OVERLAPPED_SYSTEMS, neighbours_paired
+from octopipe.search.pairing.partners import with_partners
 from octopipe.search.pairing.polish import Polisher
 from octopipe.search.pairing.prices import FB, FF, FI, FW, IW, layers_of, price
 from octopipe.search.pairing.search import PairSearch
+from octopipe.search.pairing.slot_orders import SlotOrders
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
@@ -145,3 +148,35 @@ def equal_layers(number: int) -> CostTable:
         stash_bytes=np.full(number, 0.6),
         segments=Segments.from_ms([row] * number, [row[::-1]] * number),
     )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_partners_hide_more_and_never_make_a_step_longer(seed: int) -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(40 + seed), 0.4)
+    plan = neighbours_paired(build_plan("zb-v", costs, ranks, micro_batches), costs)
+    peak = float(simulate(plan, costs).peak_bytes.max())
+    tight = costs.replace(rank_memory_bytes=(peak,) * ranks)
+    before = simulate(plan, tight)
+    (better, timeline), timed = with_partners((plan, before), tight, budget_s=None)
+    assert better.problems() == [] and timed > 0
+    assert timeline.fits and timeline.step_ms <= before.step_ms
+    assert timeline.exchange.hidden_ms >= before.exchange.hidden_ms
+    # What a row of slots says of time and exposed exchange is what the simulator says of the plan.
+    orders = SlotOrders(better, tight)
+    rows = [orders.row(list(better.slots(r))) for r in range(ranks)]
+    assert orders.makespan_ms(rows) == pytest.approx(timeline.makespan_ms)
+    exposed = timeline.exchange.total_ms - timeline.exchange.hidden_ms
+    assert sum(row.exposed_ms for row in rows) == pytest.approx(exposed, abs=1e-6)
+
+
+def test_a_lone_op_with_an_exchange_gets_the_weight_gradient_that_follows_it() -> None:
+    order = parse_orders([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
+    plan = Plan(num_layers=2, num_ranks=1, num_micro_batches=2, stages=(Stage(first=0, stop=2, rank=0),), orders=order)
+    costs = equal_layers(2)
+    before = simulate(plan, costs)
+    (found, timeline), _ = with_partners((plan, before), costs, budget_s=None)
+    assert (Op(0, "I", 1), Op(0, "W", 0)) in found.pairs
+    # W (1 ms) fits into the exchanges of I (2 ms). Each F computes for 4 ms beside the other's exchanges, all but the
+    # last one of 0.5 ms.
+    assert before.step_ms == pytest.approx(2 * 6 + 2 * 6 + 2 * 1)
+    assert timeline.step_ms == pytest.approx((2 * 4 + 0.5) + 2 * 6 + 1)

@@ -13,7 +13,8 @@ from octopipe.costs.cluster.hardware import Network
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
-from octopipe.search.pairing.polish import TOGETHER, Polisher
+from octopipe.search.pairing.polish import TOGETHER
+from octopipe.search.pairing.slot_orders import SlotOrders
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
 
@@ -82,9 +83,9 @@ def least_ms(costs: CostTable) -> float:
         stages=stages,
         orders=tuple(tuple(op for slot in rank[0] for op in slot) for rank in every),
     )
-    judge = Polisher(replace(plan, pairs=frozenset()), costs, 0)
-    rows = [[judge._row(list(slots)) for slots in rank] for rank in every]
-    times = [judge._ms([a, b]) for a in rows[0] for b in rows[1]]
+    judge = SlotOrders(replace(plan, pairs=frozenset()), costs)
+    rows = [[judge.row(list(slots)) for slots in rank] for rank in every]
+    times = [judge.makespan_ms([a, b]) for a in rows[0] for b in rows[1]]
     return min(ms for ms in times if ms >= 0)
 
 

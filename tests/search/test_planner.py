@@ -95,9 +95,9 @@ def test_pruning_loses_nothing() -> None:
 def test_judging_that_ran_out_of_time_says_so() -> None:
     pricer = Pricer(preset("llama3-8b"), base(), 16)
     every = list(splits(pricer.spec, pricer.base, **SMALL))
-    assert not judge(pricer, every, MODES, lambda words: None)[2]
-    kept, judged, cut_short = judge(pricer, every, MODES, lambda words: None, over=lambda: True)
-    assert kept and judged < 10 and cut_short
+    assert judge(pricer, every, MODES, lambda words: None)[2] is None
+    kept, judged, left_ms = judge(pricer, every, MODES, lambda words: None, over=lambda: True)
+    assert kept and judged < 10 and left_ms is not None
 
 
 def test_without_a_runtime_nothing_is_left_out_that_some_runtime_runs() -> None:
@@ -121,6 +121,7 @@ def test_layers_are_dealt_nearly_as_evenly_as_they_can_be(seed: int) -> None:
     assert best * (1 - 1e-12) <= found <= best * (4 / 3 if seed % 2 else 2.0)
 
 
+@pytest.mark.slow
 def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hybrid cut evenly is worst in long pipelines, and gains most there."""
     tuned: list[Split] = []
@@ -267,7 +268,9 @@ def test_plan_tells_the_winner_and_how_to_start_it(capsys: pytest.CaptureFixture
 
 
 def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *PLAN, "--pp", "2", "--zero", "1", "--today", "tp=2,pp=2", "--rows", "3")
+    code, out, _ = run(
+        capsys, *PLAN, "--pp", "2", "--zero", "1", "--today", "tp=2,pp=2", "--rows", "3", "--budget", "2s"
+    )
     assert code == 0 and "today" in out and "torchrun" in out and "tok/s" in out
 
 

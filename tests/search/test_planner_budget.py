@@ -20,7 +20,7 @@ from octopipe.models.zoo import PRESETS, preset
 from octopipe.search.planner.budget import Budget
 from octopipe.search.planner.choice import simplest
 from octopipe.search.planner.commands import runs_on
-from octopipe.search.planner.judging import judge, modes_of, published_splits
+from octopipe.search.planner.judging import climbed, judge, modes_of, published_splits
 from octopipe.search.planner.pricing import Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import search
@@ -43,10 +43,12 @@ class Clock:
 def test_a_budget_counts_from_its_beginning_and_leaves_time_for_the_answer() -> None:
     clock = Clock()
     budget = Budget(seconds=10.0, clock=clock, began=98.0)
-    assert budget.used() == 2.0 and 7.5 < budget.left() < 8.0
+    assert budget.used() == 2.0 and budget.left() == 7.0, "two seconds to start tell of a slow machine: one is kept"
     assert not budget.over(0.5) and budget.over(0.1)
     clock.now = 108.0
     assert budget.over() and budget.left() <= 0
+    quick = Budget(seconds=10.0, clock=clock, began=107.9)
+    assert quick.left() == pytest.approx(10.0 - 0.1 - 0.3)
 
 
 def test_no_piece_is_begun_that_would_end_too_late() -> None:
@@ -101,9 +103,21 @@ def test_judging_that_has_no_time_sees_every_length_of_pipeline() -> None:
         calls += 1
         return calls > 16
 
-    kept, judged, cut_short = judge(pricer, every, modes_of("auto", RUNTIMES["any"]), lambda words: None, over=over)
-    assert cut_short and judged <= 24
+    modes = modes_of("auto", RUNTIMES["any"])
+    kept, judged, left_ms = judge(pricer, every, modes, lambda words: None, over=over, bounding=lambda: False)
+    assert left_ms and judged <= 24
     assert len({c.split.pp for c in kept}) >= 4
+    # Not even the bounds are finished: some splits are judged all the same, and nothing is said about the others.
+    kept, judged, left_ms = judge(pricer, every, modes, lambda words: None, over=lambda: True)
+    assert kept and judged >= 1 and left_ms == 0.0
+
+
+def test_a_model_that_hardly_fits_is_found_however_short_the_time_is() -> None:
+    """Most of the splits do not fit: having looked at some of them, a search may not say that none does."""
+    pricer = Pricer(preset("llama3-70b"), Setup(gpu=gpu("h100"), seq=4096, zero=1), 64)
+    every = list(splits(pricer.spec, pricer.base, gpus=32, global_batch=64))
+    kept, _, _ = judge(pricer, every, ("none", "selective", "full"), lambda words: None, over=lambda: True)
+    assert kept and all(c.fits for c in kept)
 
 
 def test_tuning_returns_only_what_some_runtime_runs() -> None:
@@ -169,3 +183,17 @@ def test_on_unequal_nodes_fast_ranks_hold_more_layers() -> None:
     peak = (gpu("h100").bf16_tflops + gpu("a100").bf16_tflops) / 2
     per_gpu = by_speed.tokens_per_gpu_per_second * by_speed.costs.model_flops / by_speed.costs.tokens_per_micro_batch  # type: ignore[union-attr,operator]
     assert by_speed.mfu == pytest.approx(per_gpu / (peak * 1e12), rel=1e-6)
+
+
+def test_steps_from_a_poor_split_lead_to_the_best_of_all() -> None:
+    """Every split judged, against steps of one size at a time from a single one."""
+    spec = preset("qwen3-30b-a3b")
+    cluster = Setup(gpu=gpu("h100"), seq=4096)
+    every = list(splits(spec, cluster, gpus=8, global_batch=16))
+    pricer, modes = Pricer(spec, cluster, 16), ("none", "selective", "full")
+    judged = [c for c in (pricer.candidate(s, modes) for s in every if pricer.may_fit(s)) if c.fits]
+    best, worst = min(c.step_ms for c in judged), max(judged, key=lambda c: c.step_ms)
+    found, more = climbed(pricer, [worst], every, modes)
+    assert found[0].step_ms <= 1.02 * best < 0.5 * worst.step_ms
+    assert 0 < more < len(every) and {c.split for c in found} <= set(every)
+    assert climbed(pricer, [worst], every, modes, over=lambda: True) == ([worst], 0)

@@ -63,39 +63,44 @@ def values(line: MegatronLine) -> dict[str, list[str]]:
     return out
 
 
+def keeps_the_rules(found: Candidate, line: MegatronLine, experts: bool) -> None:
+    """What `validate_args` asks of the line, and what was priced is what it says."""
+    flags, split = values(line), found.split
+    get = {k: int(v[0]) for k, v in flags.items() if v and v[0].lstrip("-").isdigit()}
+    world = found.setup.num_gpus
+    tp, pp = get["--tensor-model-parallel-size"], get["--pipeline-model-parallel-size"]
+    cp, ep = get.get("--context-parallel-size", 1), get.get("--expert-model-parallel-size", 1)
+    etp = get.get("--expert-tensor-parallel-size", tp)
+    assert world % (tp * pp * cp) == 0 and world // (tp * pp * cp) == split.dp
+    assert world % (etp * ep * pp) == 0
+    assert get["--global-batch-size"] % (get["--micro-batch-size"] * split.dp) == 0
+    fsdp = "--use-megatron-fsdp" in flags
+    if fsdp:
+        assert pp == 1 and flags["--ckpt-format"] == ["fsdp_dtensor"]
+        assert line.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+    elif tp > 1 or cp > 1:
+        assert line.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert ("--grad-reduce-in-bf16" in flags) == (found.setup.gradient_bytes == 2)
+    if experts and tp > 1:
+        assert "--sequence-parallel" in flags and "--expert-tensor-parallel-size" in flags
+    if found.setup.recompute == "selective":
+        assert "core_attn" not in flags["--recompute-modules"], "that is Megatron-LM's default, and was not priced"
+        assert ("mla_up_proj" in flags["--recompute-modules"]) == ("--multi-latent-attention" in flags)
+        assert ("moe_act" in flags["--recompute-modules"]) == experts
+    layout = flags.get("--pipeline-model-parallel-layout", [""])[0]
+    if pp > 1 and layout:
+        from octopipe.plans.readers.megatron_text import read_layout
+
+        stages = read_layout(layout).stages
+        assert len(stages) == pp * split.vp
+        assert sum(stage.count("t") for stage in stages) == get["--num-layers"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_lines_keep_the_rules_of_its_arguments(name: str) -> None:
     experts = any(isinstance(part, Moe) for layer in preset(name) for part in layer.parts)
     for found, line in drawn(name, 7):
-        flags, split = values(line), found.split
-        get = {k: int(v[0]) for k, v in flags.items() if v and v[0].lstrip("-").isdigit()}
-        world = found.setup.num_gpus
-        tp, pp = get["--tensor-model-parallel-size"], get["--pipeline-model-parallel-size"]
-        cp, ep = get.get("--context-parallel-size", 1), get.get("--expert-model-parallel-size", 1)
-        etp = get.get("--expert-tensor-parallel-size", tp)
-        assert world % (tp * pp * cp) == 0 and world // (tp * pp * cp) == split.dp
-        assert world % (etp * ep * pp) == 0
-        assert get["--global-batch-size"] % (get["--micro-batch-size"] * split.dp) == 0
-        fsdp = "--use-megatron-fsdp" in flags
-        if fsdp:
-            assert pp == 1 and flags["--ckpt-format"] == ["fsdp_dtensor"]
-            assert line.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
-        elif tp > 1 or cp > 1:
-            assert line.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        assert ("--grad-reduce-in-bf16" in flags) == (found.setup.gradient_bytes == 2)
-        if experts and tp > 1:
-            assert "--sequence-parallel" in flags and "--expert-tensor-parallel-size" in flags
-        if found.setup.recompute == "selective":
-            assert "core_attn" not in flags["--recompute-modules"], "that is Megatron-LM's default, and was not priced"
-            assert ("mla_up_proj" in flags["--recompute-modules"]) == ("--multi-latent-attention" in flags)
-            assert ("moe_act" in flags["--recompute-modules"]) == experts
-        layout = flags.get("--pipeline-model-parallel-layout", [""])[0]
-        if pp > 1 and layout:
-            from octopipe.plans.readers.megatron_text import read_layout
-
-            stages = read_layout(layout).stages
-            assert len(stages) == pp * split.vp
-            assert sum(stage.count("t") for stage in stages) == get["--num-layers"]
+        keeps_the_rules(found, line, experts)
 
 
 @pytest.mark.skipif("OCTOPIPE_MEGATRON_LM" not in os.environ, reason="OCTOPIPE_MEGATRON_LM names no checkout")

@@ -81,7 +81,14 @@ def peaks_of_orders(plan: Plan, costs: CostTable) -> list[float]:
 # -- published numbers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", PUBLISHED.strip().splitlines())
+@pytest.mark.parametrize(
+    "line",
+    # 32 ranks with 256 micro-batches take as long as all other rows together.
+    [
+        pytest.param(x, marks=pytest.mark.slow) if x.split()[:2] == ["32", "256"] else x
+        for x in PUBLISHED.strip().splitlines()
+    ],
+)
 def test_bubble_rates_equal_the_papers_table_to_four_digits(line: str) -> None:
     p, m, f, i, w, hop, plain, h1, h2, two, hidden, heads = (float(x) for x in line.split())
     p, m, held, stashed = int(p), int(m), 1024 * (34 * hidden + 5 * heads * 1024), 32 * 1024 * hidden

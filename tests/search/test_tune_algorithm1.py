@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import some
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.cluster.hardware import GIB, Network
@@ -17,7 +18,7 @@ from octopipe.plans.plan import I, Plan
 from octopipe.plans.price import hop_times, stage_memory, stage_times, static_bytes, workspace_bytes
 from octopipe.search import algorithm1
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch, bubble_phase
-from octopipe.search.algorithm1.candidate import Desk, State, shifted
+from octopipe.search.algorithm1.candidate import Evaluator, State, shifted
 from octopipe.search.algorithm1.partition import migrations, slide
 from octopipe.search.algorithm1.placement import disperse
 from octopipe.search.algorithm1.settings import Settings
@@ -70,7 +71,7 @@ def test_the_bubbles_choose_the_phase(
     assert bubble_phase(timeline_with(idle, boundary, residual), least_layer_ms=2.0) == phase
 
 
-@pytest.mark.parametrize("method", ["octopipe", "random"])
+@pytest.mark.parametrize("method", some(["octopipe", "random"]))
 def test_the_result_beats_its_start_and_is_what_the_simulator_says(method: str) -> None:
     costs = hybrid()
     result = tune(costs, RANKS, MICRO_BATCHES, method=method, iterations=60, budget_s=60)  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def test_an_uneven_start_is_balanced_first() -> None:
     assert step.phase == "partition" and step.after_ms < step.before_ms
 
 
-@pytest.mark.parametrize("memory", [60.0, 30.0])
+@pytest.mark.parametrize("memory", some([30.0, 60.0]))
 def test_plans_fit_in_memory(memory: float) -> None:
     costs = hybrid(memory=memory)
     result = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=30, budget_s=60)
@@ -126,7 +127,7 @@ def test_when_nothing_fits_the_error_names_rank_and_mend() -> None:
         tune(costs, RANKS, MICRO_BATCHES, method="octopipe", recompute=False, budget_s=10)
 
 
-@pytest.mark.parametrize("system", ["interleaved", "chimera", "mario"])
+@pytest.mark.parametrize("system", some(["chimera", "interleaved", "mario"]))
 def test_a_given_plan_is_kept_exactly_until_something_is_faster(system: str) -> None:
     """Orders, copies and recomputation of a start are its own: none is rebuilt on the way in."""
     costs = hybrid(memory=400.0)
@@ -139,7 +140,7 @@ def test_a_given_plan_is_kept_exactly_until_something_is_faster(system: str) -> 
     assert unchanged.plan.orders == given.orders and unchanged.plan.stages == given.stages
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 def test_it_is_behind_no_published_system_that_fits_and_holds_layers_once(seed: int) -> None:
     lot = np.random.default_rng(seed)
     costs = hybrid(20, memory=float(lot.integers(30, 60)))
@@ -204,10 +205,10 @@ def test_a_callback_ends_the_search() -> None:
     assert dataclasses.is_dataclass(result) and seen[-1].best_ms == pytest.approx(result.step_ms)
 
 
-def first_state(costs: CostTable) -> tuple[Desk, State, Plan]:
-    desk = Desk(costs, RANKS, MICRO_BATCHES)
+def first_state(costs: CostTable) -> tuple[Evaluator, State, Plan]:
+    evaluator = Evaluator(costs, RANKS, MICRO_BATCHES)
     plan = build_plan("1f1b", costs, RANKS, MICRO_BATCHES, split_backward=True)
-    return desk, desk.state(plan), plan
+    return evaluator, evaluator.state(plan), plan
 
 
 @pytest.mark.parametrize("system", ["1f1b", "interleaved", "hanayo", "chimera", "mario", "zb-v", "mist"])
@@ -215,9 +216,9 @@ def first_state(costs: CostTable) -> tuple[Desk, State, Plan]:
 def test_orders_are_timed_and_priced_as_the_simulator_does(system: str, split: bool | None) -> None:
     costs = hybrid(memory=400.0, rank_slowdown=(1.0, 1.5, 1.0, 1.2))
     plan = build_plan(system, costs, RANKS, MICRO_BATCHES, split_backward=split)
-    desk = Desk(costs, RANKS, MICRO_BATCHES)
-    state, timeline = desk.state(plan), simulate(plan, costs)
-    ms, over, starts = desk.time(state)
+    evaluator = Evaluator(costs, RANKS, MICRO_BATCHES)
+    state, timeline = evaluator.state(plan), simulate(plan, costs)
+    ms, over, starts = evaluator.time(state)
     assert ms == pytest.approx(timeline.makespan_ms) and over < 0
     assert starts == pytest.approx(timeline.spans.start_ms)
     prices = state.prices
@@ -231,10 +232,10 @@ def test_orders_are_timed_and_priced_as_the_simulator_does(system: str, split: b
 
 
 def test_an_order_that_cannot_run_is_seen() -> None:
-    desk, state, _ = first_state(hybrid())
+    evaluator, state, _ = first_state(hybrid())
     kinds = state.ops[:, 1]
     first_input = int(np.flatnonzero(kinds == I)[0])
-    assert desk.time(shifted(state, first_input, 0))[0] == np.inf
+    assert evaluator.time(shifted(state, first_input, 0))[0] == np.inf
 
 
 def test_weight_gradients_are_advanced_until_the_peak_fits() -> None:
@@ -248,7 +249,7 @@ def test_weight_gradients_are_advanced_until_the_peak_fits() -> None:
     eager, peak = simulate(plan, costs).peak_bytes.max(), simulate(lazy, costs).peak_bytes.max()
     assert peak > 1.1 * eager
     tight = costs.replace(rank_memory_bytes=(0.5 * float(eager + peak),))
-    seen = Desk(tight, RANKS, MICRO_BATCHES).view(Desk(tight, RANKS, MICRO_BATCHES).state(lazy))
+    seen = Evaluator(tight, RANKS, MICRO_BATCHES).view(Evaluator(tight, RANKS, MICRO_BATCHES).state(lazy))
     assert seen is not None and seen.timeline.fits
     for before, after in zip(lazy.orders, seen.plan.orders, strict=True):
         assert [op for op in before if op.kind != "W"] == [op for op in after if op.kind != "W"]
@@ -256,55 +257,57 @@ def test_weight_gradients_are_advanced_until_the_peak_fits() -> None:
 
 @pytest.mark.parametrize("memory", [0.0, 60.0])
 def test_derived_orders_run_and_fit(memory: float) -> None:
-    desk, state, plan = first_state(hybrid(memory=memory))
-    starts = simulate(plan, desk.costs).spans.start_ms
-    found = list(derived(desk, state, keys_of(state, starts)))
+    evaluator, state, plan = first_state(hybrid(memory=memory))
+    starts = simulate(plan, evaluator.costs).spans.start_ms
+    found = list(derived(evaluator, state, keys_of(state, starts)))
     assert found
     for order in found:
-        new = desk.plan(order)
+        new = evaluator.plan(order)
         new.check()
-        assert not memory or desk.time(order)[1] < 0
+        assert not memory or evaluator.time(order)[1] < 0
 
 
 def test_an_order_follows_its_layers_to_other_stages() -> None:
-    desk, state, plan = first_state(hybrid())
-    at = layer_times(desk, state, simulate(plan, desk.costs).spans.start_ms)
-    stages = disperse(desk, state.stages, 1, [2, 3, 0])
-    moved, _ = retimed(desk, state, at, stages)
-    new = desk.plan(moved)
+    evaluator, state, plan = first_state(hybrid())
+    at = layer_times(evaluator, state, simulate(plan, evaluator.costs).spans.start_ms)
+    stages = disperse(evaluator, state.stages, 1, [2, 3, 0])
+    moved, _ = retimed(evaluator, state, at, stages)
+    new = evaluator.plan(moved)
     new.check()
     assert sorted(map(str, (op for o in new.orders for op in o))) == sorted(
         f"{s}{k}{m}" for s in range(len(stages)) for k in "FIW" for m in range(MICRO_BATCHES)
     )
-    same, _ = retimed(desk, state, at, state.stages)
-    assert desk.plan(same).orders == plan.orders
+    same, _ = retimed(evaluator, state, at, state.stages)
+    assert evaluator.plan(same).orders == plan.orders
 
 
 def test_slides_change_only_what_they_say() -> None:
-    desk, state, plan = first_state(hybrid())
-    moved = slide(desk, state, 0, 2, 1)
+    evaluator, state, plan = first_state(hybrid())
+    moved = slide(evaluator, state, 0, 2, 1)
     assert moved is not None
     assert [b.num_layers - a.num_layers for a, b in zip(state.stages, moved.stages, strict=True)] == [-1, 0, 1, 0]
-    for _, candidate in migrations(desk, state, random.Random(0)):
+    for _, candidate in migrations(evaluator, state, random.Random(0)):
         assert all(s.num_layers > 0 for s in candidate.stages)
-        assert desk.plan(candidate).orders == plan.orders
-        assert desk.loads(candidate.stages).sum() == pytest.approx(desk.costs.layer_ms.sum() * MICRO_BATCHES)
+        assert evaluator.plan(candidate).orders == plan.orders
+        assert evaluator.loads(candidate.stages).sum() == pytest.approx(evaluator.costs.layer_ms.sum() * MICRO_BATCHES)
 
 
 def test_dispersion_keeps_layers_and_their_order() -> None:
-    desk, state, _ = first_state(hybrid())
-    finer = disperse(desk, state.stages, 1, [2, 3, 1])
+    evaluator, state, _ = first_state(hybrid())
+    finer = disperse(evaluator, state.stages, 1, [2, 3, 1])
     assert [s.rank for s in finer] == [0, 2, 3, 1, 2, 3]
     assert [s.first for s in finer[1:]] == [s.stop for s in finer[:-1]]
     assert {s.first for s in state.stages} <= {s.first for s in finer}
 
 
 def test_a_layer_that_recomputes_does_so_wherever_it_moves() -> None:
-    desk, state, _ = first_state(hybrid(memory=400.0))
+    evaluator, state, _ = first_state(hybrid(memory=400.0))
     again = stages_of(state.bounds, [0, 1, 2, 3], {4, 5, 6})
-    moved = slide(desk, desk.restaged(state, again), 1, 0, 1) or slide(desk, desk.restaged(state, again), 0, 1, 1)
+    moved = slide(evaluator, evaluator.restaged(state, again), 1, 0, 1) or slide(
+        evaluator, evaluator.restaged(state, again), 0, 1, 1
+    )
     assert moved is not None and recomputed(moved.stages) == {4, 5, 6}
-    desk.plan(moved).check()
+    evaluator.plan(moved).check()
 
 
 def test_partition_iterations_dominate_on_many_layers() -> None:

@@ -54,7 +54,15 @@ LONG_WAITS = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 4, 5, 6, pytest.param(2, marks=LONG_WAITS), pytest.param(3, marks=LONG_WAITS)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        1,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (4, 5, 6)),
+        *(pytest.param(s, marks=[LONG_WAITS, pytest.mark.slow]) for s in (2, 3)),
+    ],
+)
 def test_the_default_method_is_within_two_percent_of_the_optimum(seed: int) -> None:
     costs = instance(seed, 4, p2p_ms=0.1)
     exact = tune(costs, 2, 3, method="exact", budget_s=60, workers=2)

@@ -41,11 +41,18 @@ def test_a_robust_search_reports_its_mean_and_never_strays_from_the_best() -> No
     assert simulate(robust.plan, costs).step_ms == robust.step_ms
 
 
-def polisher(costs: CostTable, factors: np.ndarray | None) -> Polisher:
+def polisher(costs: CostTable, factors: np.ndarray | None, seed: int = 7) -> Polisher:
     problem = make_problem(costs, 3, 6)
     plan = build_plan("interleaved", costs, 3, 6, split_backward=True)
-    made = Polisher(problem, 10, make_rng(7), *arrays_of(problem, 10, plan), factors=factors)
+    made = Polisher(problem, 10, make_rng(seed), *arrays_of(problem, 10, plan), factors=factors)
     assert made.best_ms < np.inf
+    return made
+
+
+def polished(costs: CostTable, factors: np.ndarray | None, seed: int) -> Polisher:
+    made = polisher(costs, factors, seed)
+    for temperature in (1e-2, 1e-3, 1e-4):
+        made.run(3000, temperature)
     return made
 
 
@@ -70,11 +77,11 @@ def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_come
         costs = costs.replace(optimizer_ms=np.full(10, 2.0))
     rng = np.random.default_rng(0)
     seen, unseen = (np.exp(rng.normal(-(sigma**2) / 2, sigma, (n, 2, 4, 10, 6))) for n in (160, 1000))
-    nominal, steady = polisher(costs, None), polisher(costs, seen)
-    before = steady.best_ms
-    for p in (nominal, steady):
-        for temperature in (1e-2, 1e-3, 1e-4):
-            p.run(3000, temperature)
+    before = polisher(costs, seen).best_ms
+    # A single run may end in a local optimum, so each of both is the best of a few runs.
+    nominal, steady = (
+        min((polished(costs, factors, seed) for seed in range(6)), key=lambda p: p.best_ms) for factors in (None, seen)
+    )
     assert steady.best_ms < before
     assert steady.best_ms == pytest.approx(mean_of(steady, seen))
     assert nominal.best_ms < steady.best_ms < mean_of(nominal, seen)

@@ -85,7 +85,7 @@ def test_a_lane_learns_from_another() -> None:
 def test_a_visit_in_parts_is_that_many_stages_on_its_rank() -> None:
     shape = Shape((0, 1, 2, 0), (1, 3, 1, 2), "loop", 0.5, 0.0)
     assert shape.ranks == (0, 1, 1, 1, 2, 0, 0)
-    sizes, whole = shape.sizes(3), shape._replace(parts=(1, 1, 1, 1)).sizes(3)
+    sizes, whole = shape.sizes(3), shape._replace(stages_in_visit=(1, 1, 1, 1)).sizes(3)
     assert sizes[1:4].sum() == pytest.approx(whole[1]) and len(sizes) == 7
 
 
@@ -96,6 +96,6 @@ def test_shapes_never_have_more_stages_than_allowed(seed: int) -> None:
     shape = draw_shape(problem, 12, 6, "loop", lot)
     for _ in range(300):
         shape = near_shape(problem, 12, divide(shape, 12, lot), lot)
-        assert len(shape.way) == len(shape.parts) and min(shape.parts) >= 1
+        assert len(shape.way) == len(shape.stages_in_visit) and min(shape.stages_in_visit) >= 1
         assert len(shape.ranks) == len(shape.sizes(4)) <= 12
         assert set(shape.ranks) == set(range(4))

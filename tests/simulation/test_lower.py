@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from effort import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import random_costs, random_plan
@@ -89,7 +90,7 @@ def _at_both_heads(program: Program, queues: list[dict[object, list[int]]], tran
     return sum(1 for rank_queues in queues for q in rank_queues.values() if q and q[0] == transfer) == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(seeds)
 def test_lowered_programs_finish_under_every_channel_model(seed: int) -> None:
     rng = random.Random(seed)
@@ -101,7 +102,7 @@ def test_lowered_programs_finish_under_every_channel_model(seed: int) -> None:
         assert finishes(program)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(seeds)
 def test_the_proof_agrees_with_running_naive_programs(seed: int) -> None:
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import twin
+from effort import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import random_costs, random_plan
@@ -22,7 +23,7 @@ from octopipe.simulation.simulator import jitter_ms, makespan_ms, simulate
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=draws(600), deadline=None)
 @given(seeds, st.integers(1, 2), st.booleans())
 def test_times_and_memory_equal_the_plain_python_twin(seed: int, routes: int, zeros: bool) -> None:
     rng = random.Random(seed)
@@ -38,7 +39,7 @@ def test_times_and_memory_equal_the_plain_python_twin(seed: int, routes: int, ze
         assert timeline.peak_bytes[rank] == pytest.approx(peak, abs=1e-9)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=draws(400), deadline=None)
 @given(seeds, st.integers(1, 2))
 def test_fast_evaluation_equals_the_simulated_timeline(seed: int, routes: int) -> None:
     rng = random.Random(seed)
@@ -47,7 +48,7 @@ def test_fast_evaluation_equals_the_simulated_timeline(seed: int, routes: int) -
     assert makespan_ms(plan, costs) == simulate(plan, costs).makespan_ms
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 @given(seeds)
 def test_bubble_parts_add_up_to_the_idle_time(seed: int) -> None:
     rng = random.Random(seed)
@@ -63,7 +64,7 @@ def test_bubble_parts_add_up_to_the_idle_time(seed: int) -> None:
         assert 0 <= timeline.overlap.overlapped <= timeline.overlap.communications
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 @given(seeds)
 def test_tighter_channels_are_never_faster_and_blocking_is_never_fastest(seed: int) -> None:
     rng = random.Random(seed)
@@ -74,7 +75,7 @@ def test_tighter_channels_are_never_faster_and_blocking_is_never_fastest(seed: i
         assert simulate(plan, costs, channel=channel).makespan_ms >= free - 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 @given(seeds)
 def test_critical_path_is_a_gapless_chain_to_the_end(seed: int) -> None:
     rng = random.Random(seed)

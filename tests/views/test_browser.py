@@ -280,6 +280,7 @@ def test_sliders_show_the_resimulated_step(seen: Seen, small: tuple[Path, list[E
 # -- size and speed ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_100_000_ops_load_and_move_smoothly(seen: Seen, browser: Any, large: Path) -> None:
     """The best of a few tries: other work on the machine makes single ones slow, never fast."""
     loads, frames = [], []

@@ -7,8 +7,7 @@ import json
 import random
 import re
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_settings import moe_setting
+from ranks import PATIENCE_S
 from report_cases import costs_of, hundred_thousand, noisy
 
 import octopipe
@@ -127,6 +127,7 @@ def test_thinned_memory_keeps_its_peak_and_never_understates(limit: int) -> None
     assert np.all(np.diff(thin.times_ms) >= 0)
 
 
+@pytest.mark.slow
 def test_a_noisy_measurement_of_100_000_ops_fits_in_two_megabytes() -> None:
     plan, costs = hundred_thousand()
     entries = [
@@ -333,10 +334,10 @@ def test_notebooks_get_an_image_for_many_ops() -> None:
 
 
 class SlowTuner:
-    """Stands for the tuner: reports progress until told to go on."""
+    """Stands for the tuner: reports progress until told to go on. `seen`: it has reported once."""
 
     def __init__(self) -> None:
-        self.go_on = threading.Event()
+        self.go_on, self.seen = threading.Event(), threading.Event()
 
     def __call__(self, costs: CostTable, ranks: int, micro_batches: int, *, budget_s: float, progress: Any) -> Any:
         if micro_batches == 13:
@@ -354,7 +355,7 @@ class SlowTuner:
             plan=plan,
         )
         while not progress(seen) and not self.go_on.wait(0.02):
-            pass
+            self.seen.set()
         return SimpleNamespace(plan=plan, step_ms=best, lower_bound_ms=best / 2, seconds=2.0, iterations=10)
 
 
@@ -371,7 +372,7 @@ def server() -> Iterator[tuple[Server, SlowTuner]]:
 
 
 def _ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, bytes, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=PATIENCE_S)
     if body is None:
         connection.request("GET", path, headers=headers)
     else:
@@ -386,9 +387,17 @@ def _ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[i
 FORM = {"model": "nemotron-h-8b", "pp": 4, "micro_batches": 8, "tp": 4, "budget_s": 5, "systems": ["1f1b"]}
 
 
-def _events(server: Server, number: int) -> list[dict[str, Any]]:
-    _, data, _ = _ask(server, f"/api/jobs/{number}/events")
-    return [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+def _events(server: Server, number: int, heard: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """All events of a job; `heard` is called after each of them, while the job goes on."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=PATIENCE_S)
+    connection.request("GET", f"/api/jobs/{number}/events")
+    events = []
+    for line in connection.getresponse():
+        if line.startswith(b"data: "):
+            events.append(json.loads(line[6:]))
+            heard()
+    connection.close()
+    return events
 
 
 def test_a_search_runs_is_watched_and_is_taken_home(server: tuple[Server, SlowTuner]) -> None:
@@ -396,8 +405,7 @@ def test_a_search_runs_is_watched_and_is_taken_home(server: tuple[Server, SlowTu
     status, answer, _ = _ask(here, "/api/jobs", FORM)
     assert status == 201
     number = json.loads(answer)["id"]
-    threading.Timer(0.3, tuner.go_on.set).start()
-    events = _events(here, number)
+    events = _events(here, number, heard=tuner.go_on.set)
     assert events[-1]["state"] == "done" and events[-1]["best_ms"] > 0
     assert any(e["state"] == "running" for e in events)
     _, data, _ = _ask(here, f"/api/jobs/{number}/data")
@@ -411,9 +419,9 @@ def test_a_search_runs_is_watched_and_is_taken_home(server: tuple[Server, SlowTu
 
 
 def test_a_search_can_be_stopped_and_keeps_its_best(server: tuple[Server, SlowTuner]) -> None:
-    here, _ = server
+    here, tuner = server
     number = json.loads(_ask(here, "/api/jobs", FORM)[1])["id"]
-    time.sleep(0.1)
+    assert tuner.seen.wait(PATIENCE_S)
     assert _ask(here, f"/api/jobs/{number}/cancel", {})[0] == 200
     assert _events(here, number)[-1]["state"] == "stopped"
     assert _ask(here, f"/api/jobs/{number}/plan.json")[0] == 200

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import PATIENCE_S
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
@@ -20,6 +21,7 @@ from octopipe.plans.file import load_plan
 from octopipe.views.report.cluster import page, panel
 from octopipe.views.report.serve import Server, make_server
 
+pytest_plugins = ("browser_fixtures",)
 HOSTILE = '<img src=x onerror="alert(1)">'
 
 
@@ -153,7 +155,9 @@ def server() -> Iterator[Server]:
     def plan(asked: Mapping[str, Any], stop: object) -> dict[str, Any]:
         if asked["gpus"] == "7":
             raise OctoPipeError("no split of 7 GPUs fits")
-        return record(title=f"{asked['model']} on {asked['gpus']}")
+        why = {"step_ms": 100.0, "parts": {"products": {"title": "matrix products", "ms": 100.0, "hidden_ms": 0.0}}}
+        rows = [{**row, "why": why} for row in record()["candidates"]]
+        return record(title=f"{asked['model']} on {asked['gpus']}", candidates=rows, parameters=2**60 + 1)
 
     made = make_server(planner=plan)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -163,7 +167,7 @@ def server() -> Iterator[Server]:
     made.server_close()
 
 
-def ask(server: Server, method: str, path: str, body: object = None, seconds: float = 10) -> tuple[int, str]:
+def ask(server: Server, method: str, path: str, body: object = None, seconds: float = PATIENCE_S) -> tuple[int, str]:
     connection = HTTPConnection(*server.server_address[:2], timeout=seconds)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body)
     connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
@@ -203,13 +207,13 @@ def test_the_page_answers_with_a_real_search() -> None:
         "budget_s": 1,
     }
     try:
-        status, text = ask(made, "POST", "/api/plan", asked, seconds=60)
+        status, text = ask(made, "POST", "/api/plan", asked)
     finally:
         made.shutdown()
         made.server_close()
     answer = json.loads(text)
     assert status == 200, answer
-    rows = answer["answer"]["record"]["candidates"]
+    rows = json.loads(answer["answer"])["record"]["candidates"]
     assert rows[-1]["how"] == "today" and all(isinstance(r["bubble"], float) for r in rows)
     assert json.loads(answer["plan"])["format"].startswith("octopipe.plan/")
 
@@ -217,12 +221,35 @@ def test_the_page_answers_with_a_real_search() -> None:
 def test_an_answer_is_a_file_that_opens_again(server: Server) -> None:
     status, text = ask(server, "POST", "/api/plan", {"model": "llama3-8b", "gpus": "64"})
     first = json.loads(text)
-    assert status == 200 and first["answer"]["format"] == "octopipe.cluster-answer/1"
-    status, text = ask(server, "POST", "/api/answer", first["answer"])
+    kept = json.loads(first["answer"])
+    assert status == 200 and kept["format"] == "octopipe.cluster-answer/1"
+    status, text = ask(server, "POST", "/api/answer", first["answer"].encode())
     assert status == 200 and json.loads(text) == first
-    for broken in ({}, {"format": "octopipe.cluster-answer/1"}, {**first["answer"], "record": {"candidates": 3}}, [1]):
+    for broken in ({}, {"format": "octopipe.cluster-answer/1"}, {**kept, "record": {"candidates": 3}}, [1]):
         status, text = ask(server, "POST", "/api/answer", broken)
         assert status == 400 and json.loads(text)["error"]
+
+
+def test_an_answer_downloaded_in_a_browser_opens_with_the_same_panel(
+    server: Server, browser: Any, tmp_path: Path
+) -> None:
+    """Its numbers included: a browser that wrote the file itself would write 0.0 as 0, and 2**60 + 1 as 2**60."""
+    host, port = server.server_address[:2]
+    panels, files = [], [tmp_path / "first.json", tmp_path / "second.json"]
+    for number, path in enumerate(files):
+        view = browser.new_page()
+        view.goto(f"http://{host}:{port}/plan")
+        if number == 0:
+            view.click("#go")
+        else:
+            view.set_input_files("#open", files[0])
+        with view.expect_download() as download:
+            view.click("#share")
+        download.value.save_as(path)
+        panels.append(re.sub(r'href="blob:[^"]*"', "", view.inner_html("#found")))
+        view.close()
+    assert "0.0" in panels[0] and str(2**60 + 1) in files[0].read_text()
+    assert panels[1] == panels[0] and files[1].read_bytes() == files[0].read_bytes()
 
 
 def test_rows_can_be_chosen_and_carry_where_their_time_goes() -> None:

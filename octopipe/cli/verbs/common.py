@@ -135,11 +135,12 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
 
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
-    from octopipe.cli.verbs.lengths import settle_lengths
+    from octopipe.cli.verbs.lengths import settle_images, settle_lengths
     from octopipe.costs.resolve import resolve_costs
 
     model = model_from(args)
     refuse_idle_flags(args, model)
+    settle_images(args)
     settle_sizes(args, model)
     settle_lengths(args, model)
     given = setting_from(args)

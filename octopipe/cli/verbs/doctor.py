@@ -156,7 +156,7 @@ def cache() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    from octopipe.runtime.training.host_memory import free_host_bytes
+    from octopipe.runtime.measure.host_memory import free_host_bytes
 
     free = free_host_bytes()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -126,9 +126,12 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
 # -- the flags around it ----------------------------------------------------------------------------------------------
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False) -> None:
-    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False, runs: bool = False) -> None:
+    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json. A model that `runs` has layers, not
+    only times."""
     what = "a preset (`octopipe models`), a layer-times or config.json file"
+    if runs:
+        what = "a preset (`octopipe models`), a Hugging Face config.json, or the folder of such a model"
     if not or_profile:
         parser.add_argument("model", metavar="MODEL", help=what)
         return

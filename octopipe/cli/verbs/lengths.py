@@ -1,4 +1,4 @@
-"""Sequences of different length: the micro-batches that a file of lengths makes.
+"""Sequences of different length or with different numbers of images: the micro-batches that they make.
 
 Knows: which flags say how sequences become micro-batches, and what they exclude. Does not know: how sequences are
 padded, packed or grouped (models/lengths.py, search/batching.py).
@@ -9,6 +9,31 @@ from __future__ import annotations
 import argparse
 
 from octopipe.cli.verbs.flags import flag_of, setting_from
+
+
+def settle_images(args: argparse.Namespace) -> None:
+    """The numbers of images of a step's sequences, in `args.images`: read from their file, and counted."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.cluster.item_counts import ItemCounts
+
+    if getattr(args, "images", None) is None:
+        return
+    counts = ItemCounts().read("--images", args.images)
+    args.images = list(counts) if len(counts) > 1 else counts[0]
+    if len(counts) < 2:
+        return
+    if getattr(args, "lengths", None) is not None:
+        if getattr(args, "batching", None) == "dynamic" or (args.dp or 1) > 1:
+            raise OctoPipeError(
+                "--images for every sequence needs micro-batches in the file's order; leave --dynamic and --dp out, or "
+                "give one number"
+            )
+        return
+    size = args.micro_batch_size or 1
+    if len(counts) % size:
+        raise OctoPipeError(f"--images of {len(counts)} sequences do not make micro-batches of {size}; give a multiple")
+    if args.micro_batches is None and args.global_batch is None:
+        args.micro_batches = len(counts) // size
 
 
 def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:

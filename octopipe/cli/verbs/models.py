@@ -9,6 +9,7 @@ import argparse
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from octopipe.base.display import parameter_count
 from octopipe.cli.verbs.common import console, named, print_json
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _show(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     out = console()
-    out.print(f"[bold]{named(spec.name)}[/]: {spec.parameters / 1e9:.2f} B parameters, {spec.num_layers} layers")
+    out.print(f"[bold]{named(spec.name)}[/]: {parameter_count(spec.parameters)} parameters, {spec.num_layers} layers")
     out.print(spec.pattern, style="cyan", overflow="fold", markup=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("layers", "", "kind", "parameters each"):

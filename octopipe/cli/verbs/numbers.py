@@ -14,6 +14,7 @@ Does not know: how any of them is computed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,11 +57,14 @@ def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
     from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 
     carried, words = plan.extra.get("lower_bound_ms"), plan.extra.get("bound_of")
-    classes = [PlanClass(recompute, copies) for recompute in (True, False) for copies in (True, False)]
+    classes = [PlanClass(*flags) for flags in itertools.product((True, False), repeat=4)]
     named = next((c for c in classes if c.words == words), None)
     if isinstance(carried, int | float) and named is not None and plan.extra.get(COSTS) == costs.digest():
         return PlanBound(float(carried), named)
-    plans = named or PlanClass(copies=bool(plan.replicas()))
+    moved = any(stage.offload for stage in plan.stages)
+    plans = named or PlanClass(copies=bool(plan.replicas()), cuts_head=bool(plan.shards()), offloads=moved)
+    if plan.edges and not plan.shards():
+        return PlanBound(0.0, plans)  # no bound is proven for paths that fork for another reason than a cut head
     # A bound that is met exactly may come out a rounding error above.
     found = lower_bound(costs, plan.num_ranks, plan.num_micro_batches, *plans).ms
     return PlanBound(min(found, step_ms) if found <= step_ms * (1 + 1e-9) else found, plans)
@@ -167,3 +171,16 @@ def model_of_plan(plan: Plan) -> str | None:
     setting = plan.extra.get("setting")
     name = setting.get("model") if isinstance(setting, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def path_words(plan: Plan) -> str:
+    """The ranks that a micro-batch passes where its path forks or joins: `path by rank: 0 > 1 > (0 1 2 3) > 2`."""
+    from octopipe.plans.paths import levels
+
+    if not plan.edges:
+        return ""
+    words = []
+    for stages in levels(plan.routes[0], plan.edges[0]):
+        ranks = " ".join(str(plan.stages[s].rank) for s in stages)
+        words.append(ranks if len(stages) == 1 else f"({ranks})")
+    return f"path by rank, stages side by side in brackets: {' > '.join(words)}"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from octopipe.costs.cluster.hardware import Gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
+    from octopipe.plans.plan import Plan
     from octopipe.search.planner.search import Found
 
 SEARCHING = 0.85
@@ -152,7 +153,6 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.base.stop import StopRequest
     from octopipe.cli.verbs.plan_answer import numbers_of, provenance_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
-    from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
@@ -219,13 +219,7 @@ def run(args: argparse.Namespace) -> int:
     plan = None
     if best.plan is not None:
         plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
-    if args.output and plan is not None:
-        save_plan(plan, args.output)
-    if args.page:
-        from octopipe.base.files import write_whole
-        from octopipe.views.report.cluster import page
-
-        write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
+    _write_plan(args, plan, record)
     if folder is not None:
         _write_folder(folder, spec, found, lines, reasons)
     if args.json:
@@ -233,6 +227,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(args, spec, found, lines, reasons)
     return stop.exit_code(0)
+
+
+def _write_plan(args: argparse.Namespace, plan: Plan | None, record: dict[str, Any]) -> None:
+    """The plan file that -o asks for and the page that --page asks for."""
+    from octopipe.base.files import write_whole
+    from octopipe.plans.file import plan_to_json, save_plan
+
+    if args.output and plan is not None:
+        save_plan(plan, args.output)
+    if args.page:
+        from octopipe.views.report.cluster import page
+
+        write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
 
 
 def _folder(output: str | None) -> Path | None:
@@ -286,7 +293,10 @@ def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Sta
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     """Model, set-up without sizes, and the number of GPUs."""
+    from dataclasses import replace
+
     from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.analytic.items import settled
     from octopipe.costs.cluster.fields import GpuName
     from octopipe.costs.cluster.file import count_gpus, read_cluster
     from octopipe.costs.cluster.hardware import gpu
@@ -314,7 +324,10 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
     base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
-    return spec, base, gpus
+    if len(base.images) > 1:  # which sequences form a micro-batch is what is looked for: all count as the mean one
+        args.images = sum(base.images) / len(base.images)
+        base = replace(base, images=(args.images,))
+    return *settled(spec, base), gpus
 
 
 def _record(

@@ -31,7 +31,7 @@ def refuse_idle(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems choose it for each stage; leave it out")
-    for name in ("lora", "frozen", "offload_optimizer"):
+    for name in ("lora", "lora_on", "frozen", "offload_optimizer"):
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems train all weights; leave it out")

@@ -1,26 +1,32 @@
 """`octopipe profile MODEL --device cuda|cpu --nproc N -o profile.json`: measure a model's layers on this machine.
 
-Knows: its flags, and what a profile needs to be run again (`recipe`). Does not know: how layers are measured
-(runtime/profiler.py).
+Knows: its flags, what a profile needs to be run again (`recipe`), and how its progress is shown. Does not know: how
+layers are measured (runtime/measure/profiler.py), or what that takes (runtime/measure/forecast.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import duration
 from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
 from octopipe.cli.verbs.runnable import (
+    add_encoder_arguments,
     add_precision_arguments,
+    frozen_layers,
     is_hf_config,
     kernel_words,
     model_of,
     needs_torch,
     told,
 )
+from octopipe.cli.verbs.screen import LINE_EVERY_S
+from octopipe.cli.verbs.text import counted
 from octopipe.costs.mode import precision_of
 
 if TYPE_CHECKING:
@@ -29,8 +35,15 @@ if TYPE_CHECKING:
     from octopipe.runtime.measure.trial import Workload
 
 
+LONG_S = 60.0
+"""A profile that takes longer is announced, with what would be quicker."""
+WARM_UP = 3
+LEAST_NAME = 6
+"""Letters of a layer's name in the narrowest table."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, runs=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
     parser.add_argument(
         "--nproc", type=whole_number, default=1, help="number of ranks that run at the same time (default: 1)"
@@ -43,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
     )
+    add_encoder_arguments(parser, seq_default="default: 1024 tokens per image; --seq")
     add_precision_arguments(parser)
     parser.add_argument(
         "--kernels",
@@ -84,13 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="profile.json", help="the profile to write (default: profile.json)"
     )
+    parser.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
-        from octopipe.runtime.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
-        from octopipe.runtime.training.memory_check import check_layers
+        from octopipe.runtime.measure.forecast import check_host_memory, expected_seconds
+        from octopipe.runtime.measure.trial import LEAST_S, STATE_FACTOR, ProfileJob, on_ranks, profile_task
 
     recipe = {
         "model": absolute(args.model),
@@ -105,19 +120,28 @@ def run(args: argparse.Namespace) -> int:
         "kernels": list(args.kernels),
         "own_layers": args.own_layers,
         "graphs": bool(args.graphs),
+        **encoder_recipe(args),
     }
     work = workload_of(recipe)
     recipe |= {"precision": work.precision, "dtype": None}
     job = ProfileJob(
         work=work,
         repeats=args.repeats,
-        warm_up=3,
+        warm_up=WARM_UP,
         state_factor=STATE_FACTOR[args.optimizer],
+        memory_check=not args.no_memory_check,
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
-    check_layers(work.spec, args.nproc, work.device)
-    with _bar(f"{named(work.spec.name)} on {args.nproc} rank{'s' * (args.nproc > 1)}") as listen:
-        profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device, listen=listen)[0]
+    if job.memory_check:
+        check_host_memory(work, args.nproc)
+    expected_s = expected_seconds(work, args.nproc, repeats=args.repeats, warm_up=WARM_UP) or 0.0
+    if expected_s > LONG_S:
+        console(stderr=True).print(long_line(work, args, expected_s), style="yellow", soft_wrap=True)
+    limit_s = max(LEAST_S, 10 * expected_s)
+    with progress(f"{named(work.spec.name)} on {counted(args.nproc, 'rank')}") as listen:
+        profile: Profile = on_ranks(
+            profile_task, args.nproc, job, device=args.device, timeout_s=limit_s, listen=listen
+        )[0]
     if args.to_seq or args.to_tp:
         profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
     profile.save(args.output)
@@ -141,12 +165,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def long_line(work: Workload, args: argparse.Namespace, expected_s: float) -> str:
+    """A word before a profile that takes long, and what would be quicker."""
+    from octopipe.models.spec import ModelSpec
+
+    spec = work.spec
+    quicker = [f"--repeats {max(1, args.repeats // 5)}"] if args.repeats > 1 else []
+    quicker += [f"--seq {args.seq // 4}"] if args.seq > 256 else []
+    quicker += ["--layers" + " or --scale" * isinstance(spec, ModelSpec) + " for a smaller model"]
+    return (
+        f"{named(spec.name)}: measuring {spec.num_layers} layers ({counted(len(set(work.groups)), 'kind')}) at "
+        f"{args.seq} tokens takes {duration(expected_s)} or more on this CPU. Quicker: {', '.join(quicker)}, or no "
+        f"profile at all: `octopipe tune {named(args.model)}` uses analytic costs"
+    )
+
+
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[[Any], None] | None]:
-    """A progress bar on stderr, on a terminal only."""
+def progress(title: str) -> Iterator[Callable[[Any], None]]:
+    """Progress on stderr: a bar on a terminal, else a line now and then."""
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield None
+        told = [time.monotonic()]
+
+        def line(word: Any) -> None:
+            doing, share = word
+            now = time.monotonic()
+            if now - told[0] >= LINE_EVERY_S:
+                told[0] = now
+                screen.print(f"{title}: {doing} ({share:.0%})", style="dim", soft_wrap=True)
+
+        yield line
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -162,6 +210,20 @@ def _bar(title: str) -> Iterator[Callable[[Any], None] | None]:
 
         bar.refresh()
         yield listen
+
+
+def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
+    """What an encoder reads and what is frozen, where the flags say so; a profile counts the mean of the images."""
+    from octopipe.costs.cluster.item_counts import ItemCounts
+
+    out: dict[str, Any] = {}
+    if args.images is not None:
+        counts = ItemCounts().read("--images", args.images)
+        out["images"] = sum(counts) / len(counts)
+    for name in ("encoder_seq", "frozen"):
+        if getattr(args, name) is not None:
+            out[name] = getattr(args, name)
+    return out
 
 
 def absolute(name: str) -> str:
@@ -182,6 +244,9 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         own=own and is_hf_config(name),
         kernels=asked,
         device=device,
+        images=() if recipe.get("images") is None else (float(recipe["images"]),),
+        encoder_seq=recipe.get("encoder_seq"),
+        seq=int(recipe["tokens"]),
     )
     with needs_torch():
         from octopipe.runtime.measure.trial import Workload
@@ -197,6 +262,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         compile_scans=recipe.get("compile_scans"),
         asked_kernels=() if hasattr(spec, "class_name") else asked,
         graphs=bool(recipe.get("graphs", False)),
+        frozen=frozen_layers(spec, recipe.get("frozen")),
     )
 
 
@@ -264,9 +330,8 @@ def _show(profile: Profile, output: str) -> None:
     how = "" if profile.mode is None else f"; precision: {profile.mode}"
     out.print(f"{about.get('model_code')}; kernels: {used}{how}", style="dim", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("layer", no_wrap=True, overflow="ellipsis")  # gives way where a line is narrow
-    for title in ("F ms", "I ms", "W ms", "alone", "spread", "act.", "stash", "work", "static"):
-        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
+    titles = ("F ms", "I ms", "W ms", "alone", "spread", "act.", "stash", "work", "static")
+    rows: list[tuple[str, ...]] = []
     spread = about.get("spread", {})
     mib = float(1 << 20)
     for name in dict.fromkeys(names):
@@ -276,7 +341,7 @@ def _show(profile: Profile, output: str) -> None:
         if 1 in profile.partial:
             alone = f"{profile.partial[1].layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"
         widest = max((spread[k][i] for k in spread), default=0.0)
-        table.add_row(
+        row = (
             symbol,
             *(f"{x[i]:.3f}" for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)),
             alone,
@@ -284,6 +349,15 @@ def _show(profile: Profile, output: str) -> None:
             *(f"{x[i] / mib:.1f}" for x in (costs.activation_bytes, costs.stash_bytes, costs.workspace_bytes)),
             f"{costs.static_bytes[i] / mib:.1f}",
         )
+        rows.append(row)
+    # Names give way where a line is narrow; a number that is cut is a wrong number.
+    widths = [max(len(title), *(len(row[k]) for row in rows)) for k, title in enumerate(titles, 1)]
+    room = max(LEAST_NAME, out.width - sum(width + 1 for width in widths) - 1)
+    table.add_column("layer", no_wrap=True, max_width=room, overflow="ellipsis")
+    for title, width in zip(titles, widths, strict=True):
+        table.add_column(title, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
     out.print(table)
     out.print(
         "F, I, W: times with all ranks busy; alone: relative time when one rank runs alone; spread: of repeated "

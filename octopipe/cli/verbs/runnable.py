@@ -25,14 +25,19 @@ def model_of(
     own: bool = False,
     kernels: tuple[str, ...] = (),
     device: str = "cpu",
+    images: tuple[float, ...] = (),
+    encoder_seq: int | None = None,
+    seq: int = 0,
 ) -> ModelSpec | HfModel:
-    """The model behind MODEL, made smaller as the flags say, with the kernels they ask for."""
+    """The model behind MODEL, made smaller as the flags say, with the kernels they ask for. `images` and `encoder_seq`:
+    what its encoder reads, where it has one, beside sequences of `seq` tokens."""
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.spec import Mtp
+    from octopipe.models.tower_presets import CONFIGS
     from octopipe.models.zoo import PRESETS
 
     scaled = scale is not None and scale != 1.0
-    if name not in PRESETS and not own and is_hf_config(name):
+    if name in CONFIGS or (name not in PRESETS and not own and is_hf_config(name)):
         if scaled:
             raise OctoPipeError(
                 f"{name}: --scale applies to octopipe's own layers, not to a transformers model; write a smaller "
@@ -44,12 +49,26 @@ def model_of(
             from octopipe.runtime.nn.kernels import require
         require(kernels, device, WORDS)
         attention, liger = choice(kernels)
-        return describe(name, num_layers=num_layers, attention=attention, liger=liger)
+        about = CONFIGS.get(name)
+        return describe(
+            name if about is None else about[1],
+            num_layers=num_layers,
+            attention=attention,
+            liger=liger,
+            images=images,
+            encoder_seq=encoder_seq,
+            seq=seq,
+            name=name if about is not None else "",
+        )
+    if images or encoder_seq is not None:
+        raise OctoPipeError(f"{name} has no tower and no encoder; leave --images and --encoder-seq out")
     if own and name in PRESETS:
         raise OctoPipeError(f"{name} is a preset and always runs in octopipe's own layers; leave --own-layers out")
     spec = resolve_spec(name)
     if spec is None:
         raise OctoPipeError(f"{name} contains times, not layers; give a preset or a Hugging Face config.json")
+    if spec.source is not None:
+        raise OctoPipeError(f"{name}: octopipe's own layers are decoders only; leave --own-layers out")
     if "liger" in kernels:
         raise OctoPipeError("--kernels liger is for transformers' models; give a config.json, or leave it out")
     if any(isinstance(layer, Mtp) for layer in spec):
@@ -57,6 +76,51 @@ def model_of(
     if scaled or num_layers is not None:
         spec = spec.scaled(1.0 if scale is None else scale, num_layers=num_layers)
     return spec
+
+
+def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
+    """What an encoder reads, and which layers are not trained."""
+    from octopipe.cli.verbs.flags import of_kind, whole_number
+    from octopipe.costs.cluster.fields import LayerRanges
+    from octopipe.costs.cluster.item_counts import ItemCounts
+
+    group.add_argument(
+        "--images",
+        "--recordings",
+        type=of_kind(ItemCounts()),
+        metavar="N|FILE",
+        help="models with a tower: images (or recordings) per sequence, one number or one for each sequence of a "
+        "pipeline's step (default: 1)",
+    )
+    group.add_argument(
+        "--encoder-seq",
+        type=whole_number,
+        metavar="N",
+        help=f"models with an encoder: positions per image of any size, or tokens per source text ({seq_default})",
+    )
+    group.add_argument(
+        "--frozen",
+        "--freeze",
+        type=of_kind(LayerRanges()),
+        metavar="LAYERS",
+        help="layers whose weights are not trained, counted from 0, e.g. 0-15,33, or `towers`",
+    )
+
+
+def frozen_layers(model: ModelSpec | HfModel, text: Any) -> tuple[int, ...]:
+    """The numbers of the layers that --frozen names."""
+    from octopipe.costs.analytic.frozen import layer_states
+    from octopipe.costs.cluster.fields import TOWERS, LayerRanges
+
+    ranges = () if not text else LayerRanges().read("--frozen", text)
+    form = getattr(model, "inputs", None)
+    towers = 0 if form is None else form.num_tower_layers
+    if TOWERS in ranges:
+        if not towers:
+            raise OctoPipeError(f"{model.name} has no tower and no encoder to freeze; name layers, as in 0-15")
+        ranges = tuple(sorted({*(pair for pair in ranges if pair != TOWERS), (0, towers - 1)}))
+    states = layer_states(model.num_layers, ranges)
+    return tuple(k for k, state in enumerate(states) if state != "trained")
 
 
 def add_precision_arguments(group: Any) -> None:

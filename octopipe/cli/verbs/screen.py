@@ -27,6 +27,8 @@ TAGS = frozenset(
 """What may stand in brackets as a style, and be closed by [/] or [/style]."""
 LEAST_SIZES = {"COLUMNS": 20, "LINES": 1}
 """What a terminal has at least; less stands in the environment where nobody knows."""
+LINE_EVERY_S = 10.0
+"""Between two lines of progress where stderr is no terminal."""
 _TAG = re.compile(r"\[(/?)([a-z ]*)\]")
 _KEPT = "\n\t" + BRACKET
 

@@ -54,12 +54,13 @@ def run(args: argparse.Namespace) -> int:
     with make_server(
         args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
     ) as server:
-        out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
-        if server.hosts is None:
-            out.print(
-                "Listening beyond this machine: anyone who can reach this address can start searches.", style="yellow"
-            )
-        try:
+        try:  # from the line that names Ctrl-C on, Ctrl-C is answered
+            out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
+            if server.hosts is None:
+                out.print(
+                    "Listening beyond this machine: anyone who can reach this address can start searches.",
+                    style="yellow",
+                )
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:  # the exit code says by which signal
             out.print("stopped")

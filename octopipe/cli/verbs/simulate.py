@@ -36,6 +36,7 @@ from octopipe.cli.verbs.numbers import (
     evenly_routed_ms,
     exchange_words,
     model_of_plan,
+    path_words,
     uneven_words,
 )
 
@@ -225,7 +226,8 @@ def _show(
         f"{overlap.communications} communications, {100 * overlap.rate:.0f} % overlapped",
     ]
     out.print("; ".join(f for f in facts if f), style="dim")
-    for words in (exchange_words(timeline), uneven_words(numbers.get("evenly_routed_ms"), timeline.step_ms)):
+    uneven = uneven_words(numbers.get("evenly_routed_ms"), timeline.step_ms)
+    for words in (path_words(plan), exchange_words(timeline), uneven):
         if words:
             out.print(words, style="dim")
     if "jitter" in numbers:

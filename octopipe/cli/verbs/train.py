@@ -1,6 +1,7 @@
 """`octopipe train MODEL`: train with a plan file, a published system, or a plan tuned on the spot.
 
-Knows: flags, the live line, what is said at the end. Does not know: how training works (runtime/train.py).
+Knows: which run the flags describe, and what is said at the end. Does not know: the flags themselves
+(`train_arguments`), how training works (runtime/training).
 """
 
 from __future__ import annotations
@@ -10,180 +11,22 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octopipe.cli.verbs.common import (
-    add_length_arguments,
-    add_model_arguments,
-    non_negative,
-    print_json,
-    seed_number,
-    whole_number,
-    width_factor,
-)
-from octopipe.cli.verbs.runnable import add_precision_arguments, kernel_words, model_of, needs_torch
+from octopipe.cli.verbs.common import print_json
+from octopipe.cli.verbs.runnable import frozen_layers, model_of, needs_torch
+from octopipe.cli.verbs.train_arguments import add_arguments
 from octopipe.cli.verbs.train_result import Screen, summary, tell
-from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
+    from octopipe.costs.profile import Profile
     from octopipe.models.lengths import Groups
     from octopipe.plans.plan import Plan
     from octopipe.runtime.training.data.opening import Reading
     from octopipe.runtime.training.job import TrainJob
 
+__all__ = ["add_arguments", "job_from", "run"]
+
 ELASTIC_TUNE_S = 10.0
 """Search time for a new plan if the given plan is for another number of ranks."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    what = parser.add_argument_group("the plan (default: --system 1f1b)").add_mutually_exclusive_group()
-    what.add_argument("--plan", metavar="FILE", help="train with this plan")
-    what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`)")
-    what.add_argument("--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for e.g. 10s")
-    parser.add_argument(
-        "--measure", action="store_true", help="with --tune: run plans, correct the costs, keep the fastest measured"
-    )
-    size = parser.add_argument_group("size")
-    size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
-    size.add_argument("--dp", type=whole_number, default=1, help="data-parallel pipelines (default: 1)")
-    size.add_argument("--scale", type=width_factor, help="shrink all widths by this factor, e.g. 0.05")
-    size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
-    size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
-    size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
-    size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
-    size.add_argument("--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: 1)")
-    add_length_arguments(size)
-    run_ = parser.add_argument_group("training")
-    run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
-    run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
-    run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate")
-    run_.add_argument(
-        "--schedule",
-        choices=("constant", "linear", "cosine", "wsd"),
-        default="constant",
-        help="learning-rate schedule after the warm-up (default: constant)",
-    )
-    run_.add_argument(
-        "--min-lr", type=non_negative, default=0.0, help="final learning rate of the schedule (default: 0)"
-    )
-    run_.add_argument(
-        "--schedule-steps", type=whole_number, metavar="N", help="last step of the schedule (default: --steps)"
-    )
-    run_.add_argument(
-        "--decay-steps",
-        type=whole_number,
-        metavar="N",
-        help="with --schedule wsd: length of the decay (default: a tenth)",
-    )
-    run_.add_argument(
-        "--weight-decay",
-        type=non_negative,
-        default=0.1,
-        help="weight decay of matrices; norms, biases and vectors do not decay (default: 0.1)",
-    )
-    run_.add_argument(
-        "--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="betas of Adam (default: 0.9,0.95)"
-    )
-    run_.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
-    run_.add_argument("--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: any (default: 1)")
-    run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
-    run_.add_argument(
-        "--shard-optimizer",
-        action="store_true",
-        help="shard optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
-    )
-    add_precision_arguments(run_)
-    run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    run_.add_argument(
-        "--kernels",
-        type=kernel_words,
-        default=(),
-        metavar="LIST",
-        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
-        "eager, fused, lean, chunked",
-    )
-    run_.add_argument(
-        "--compile-scans",
-        action=argparse.BooleanOptionalAction,
-        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
-    )
-    run_.add_argument(
-        "--graphs",
-        action=argparse.BooleanOptionalAction,
-        help="replay ops from CUDA graphs (default: as in the profile)",
-    )
-    run_.add_argument(
-        "--seed", type=seed_number, default=0, help="random seed of parameters, data and tuner (default: 0)"
-    )
-    run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile`, not from a quick measurement")
-    run_.add_argument(
-        "--adapt",
-        type=whole_number,
-        metavar="N",
-        help="every N steps, tune on measured times and switch if it is faster",
-    )
-    run_.add_argument("--no-measure", action="store_true", help="start without measuring or predicting")
-    run_.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
-    run_.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="TIME", help="limit for any wait (default: 300s)"
-    )
-    add_data_arguments(parser.add_argument_group("data"))
-    kept = parser.add_argument_group("output")
-    kept.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; saves at the end (see --save-every)")
-    kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
-    kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
-    kept.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
-    kept.add_argument("--resume", action="store_true", help="resume from DIR's newest checkpoint, under any plan")
-    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: step of the checkpoint")
-    kept.add_argument("--elastic", action="store_true", help="resume if DIR has a checkpoint, on the ranks of torchrun")
-    kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was used")
-    kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
-    kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")
-    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files to DIR")
-    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE is set")
-    kept.add_argument(
-        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; GPU: --steps / 100)"
-    )
-    kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
-
-
-def add_data_arguments(group: Any) -> None:
-    group.add_argument(
-        "--data",
-        metavar="PATH",
-        help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx "
-        "(default: synthetic tokens)",
-    )
-    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
-    group.add_argument("--text-key", default="text", metavar="KEY", help="JSON key of the text (default: text)")
-    group.add_argument(
-        "--data-dtype",
-        choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"),
-        help="type of the ids in a .bin",
-    )
-    group.add_argument(
-        "--document-mask",
-        action=argparse.BooleanOptionalAction,
-        help="mask documents of one sample from each other (default: if the layers support it)",
-    )
-    group.add_argument("--eval-data", metavar="PATH", help="held-out data: loss and perplexity at the end")
-    group.add_argument("--eval-every", type=whole_number, metavar="N", help="evaluate every N steps as well")
-    group.add_argument(
-        "--eval-samples", type=whole_number, metavar="N", help="maximum number of samples to evaluate (default: all)"
-    )
-    group.add_argument(
-        "--new-data", action="store_true", help="with --resume: use different --data, from its beginning"
-    )
-
-
-def two_betas(text: str) -> tuple[float, float]:
-    """An argparse type: `0.9,0.95`."""
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of numbers; write e.g. 0.9,0.95") from None
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise argparse.ArgumentTypeError(f"{text!r}: betas are from 0 to below 1")
-    return first, second
 
 
 def run(args: argparse.Namespace) -> int:
@@ -228,39 +71,18 @@ def run(args: argparse.Namespace) -> int:
 
 def job_from(args: argparse.Namespace) -> TrainJob:
     """The run that the flags describe; every mistake in them is found here, before a process starts."""
-    from octopipe.base.errors import OctoPipeError
-    from octopipe.base.files import check_target
     from octopipe.costs.mode import precision_of, refuse_other_precision
-    from octopipe.costs.profile_file import load_profile
-    from octopipe.plans.file import load_plan
-    from octopipe.runtime.ranks.launch import started_ranks
     from octopipe.runtime.training.job import TrainJob
-    from octopipe.search.systems.registry import get_system
 
     reading = reading_from(args)
-    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
+    encoder = _encoder_of(args)
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device, "seq": args.seq or 128, **encoder}
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
-    plan = load_plan(args.plan) if args.plan else None
-    get_system(args.system)
-    for path in (args.output, args.timeline, args.log):
-        if path:
-            check_target(path)
-    nproc = started_ranks() or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
-    tune_s, micro_batches = args.tune, args.micro_batches
-    if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
-        # Other ranks than it was made for are left: the same batch, and a plan made anew.
-        micro_batches = micro_batches or plan.num_micro_batches
-        tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
-    if args.tune is not None and args.no_measure and not args.profile:
-        raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
-    if nproc // args.dp > spec.num_layers:
-        raise OctoPipeError(f"{nproc // args.dp} ranks for {spec.num_layers} layers; use fewer ranks or more --layers")
-    profile = load_profile(args.profile) if args.profile else None
-    if profile is not None and profile.costs.num_layers != spec.num_layers:
-        raise OctoPipeError(
-            f"{args.profile} has {profile.costs.num_layers} layers, {spec.name} has {spec.num_layers}; "
-            "profile this model"
-        )
+    frozen = frozen_layers(spec, args.frozen)
+    plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, spec.num_layers)
+    if len(encoder["images"]) > 1 and plan is None and micro_batches is None:
+        micro_batches = max(1, len(encoder["images"]) // (args.micro_batch_size or 1))
+    profile = _profile_of(args, spec)
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
     precision = precision_of(args.precision, args.dtype, args.device, getattr(spec, "dtype", None))
     if profile is not None:
@@ -308,6 +130,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         eval_samples=args.eval_samples,
         log_every=args.log_every,
         memory_check=not args.no_memory_check,
+        frozen=frozen,
         seed=args.seed,
         profile=profile,
         measure=not args.no_measure,
@@ -322,6 +145,64 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
+
+
+def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What an encoder reads and what is frozen: as the flags say, or as the plan was made for."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.costs.cluster.item_counts import ItemCounts
+    from octopipe.plans.file import load_plan
+
+    setting = load_plan(args.plan).extra.get("setting") if args.plan else None
+    planned = setting if isinstance(setting, dict) else {}
+    for name in ("images", "encoder_seq", "frozen"):
+        if getattr(args, name) is None and planned.get(name) is not None:
+            setattr(args, name, planned[name])
+            if name == "frozen":
+                text = f"{args.plan} was made with --frozen {planned[name]}: these layers are not trained"
+                console(stderr=True).print(named(text), soft_wrap=True)
+    images = () if args.images is None else ItemCounts().read("--images", args.images)
+    return {"images": images, "encoder_seq": args.encoder_seq}
+
+
+def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | None, int, float | None, int | None]:
+    """The given plan, the number of ranks, the time to tune for, and the micro-batches per step."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.base.files import check_target
+    from octopipe.plans.file import load_plan
+    from octopipe.runtime.ranks.launch import started_ranks
+    from octopipe.search.systems.registry import get_system
+
+    plan = load_plan(args.plan) if args.plan else None
+    get_system(args.system)
+    for path in (args.output, args.timeline, args.log):
+        if path:
+            check_target(path)
+    nproc = started_ranks() or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
+    tune_s, micro_batches = args.tune, args.micro_batches
+    if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
+        # Other ranks than it was made for are left: the same batch, and a plan made anew.
+        micro_batches = micro_batches or plan.num_micro_batches
+        tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
+    if args.tune is not None and args.no_measure and not args.profile:
+        raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
+    if nproc // args.dp > num_layers:
+        raise OctoPipeError(f"{nproc // args.dp} ranks for {num_layers} layers; use fewer ranks or more --layers")
+    return plan, nproc, tune_s, micro_batches
+
+
+def _profile_of(args: argparse.Namespace, spec: Any) -> Profile | None:
+    """The profile that --profile names; it must be of this model."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.profile_file import load_profile
+
+    profile = load_profile(args.profile) if args.profile else None
+    if profile is not None and profile.costs.num_layers != spec.num_layers:
+        raise OctoPipeError(
+            f"{args.profile} has {profile.costs.num_layers} layers, {spec.name} has {spec.num_layers}; "
+            "profile this model"
+        )
+    return profile
 
 
 def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:

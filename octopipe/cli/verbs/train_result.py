@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import console, named
 from octopipe.cli.verbs.numbers import predicted_numbers, without_contention_words
 from octopipe.cli.verbs.runnable import told
+from octopipe.cli.verbs.screen import LINE_EVERY_S
 
 if TYPE_CHECKING:
     from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
@@ -29,6 +31,7 @@ class Screen:
         self._live: Any = self._err.status("starting ranks") if self._err.is_terminal else nullcontext()
         self._out = console()
         self._every = max(1, job.steps // 20)
+        self._told_s = time.monotonic()
 
     def __enter__(self) -> Screen:
         self._status = self._live.__enter__()
@@ -49,7 +52,11 @@ class Screen:
             self._err.print(f"note: {text}", soft_wrap=True, markup=False, highlight=False)
         elif self._status is not None:
             self._status.update(text)
-        elif not self.quiet and not isinstance(news, Phase) and self._is_due(news.step):
+        elif isinstance(news, Phase):
+            if not self.quiet and time.monotonic() - self._told_s >= LINE_EVERY_S:
+                self._err.print(text, style="dim", soft_wrap=True, markup=False, highlight=False)
+                self._told_s = time.monotonic()
+        elif not self.quiet and self._is_due(news.step):
             self._out.print(text, soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:

@@ -142,17 +142,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.tuner import PHASES, tune
     from octopipe.simulation.simulator import simulate
 
-    if args.split_backward is False:
-        raise OctoPipeError("tune always splits the backward; for a fused one use --for megatron, which needs it")
-    if args.no_recompute and args.recompute == "auto":
-        raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
-    if args.copies and args.method != "best":
-        raise OctoPipeError(
-            f"method {args.method} does not support copies of layers; leave --copies out, or use --method best"
-        )
-    if args.cut_head and (args.method != "best" or args.target != "octopipe"):
-        who = f"method {args.method}" if args.method != "best" else args.target
-        raise OctoPipeError(f"{who} does not support a cut head; leave --cut-head out")
+    _check_flags(args)
     if args.output:
         _check_writable(args.output)
     if args.measure:
@@ -219,6 +209,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         tell(told, console())
     return stop.exit_code(0)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that exclude each other, before anything is read or written."""
+    if args.split_backward is False:
+        raise OctoPipeError("tune always splits the backward; for a fused one use --for megatron, which needs it")
+    if args.no_recompute and args.recompute == "auto":
+        raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
+    if args.copies and args.method != "best":
+        raise OctoPipeError(
+            f"method {args.method} does not support copies of layers; leave --copies out, or use --method best"
+        )
+    if args.cut_head and (args.method != "best" or args.target != "octopipe"):
+        who = f"method {args.method}" if args.method != "best" else args.target
+        raise OctoPipeError(f"{who} does not support a cut head; leave --cut-head out")
 
 
 def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import counted
-from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, path_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,6 +235,8 @@ def tell(told: Told, out: Console) -> None:
         f"{result.iterations:,} moves in {result.seconds:.1f} s, method {result.method}",
         markup=False,
     )
+    if words := path_words(plan):
+        out.print(words, markup=False)
     for note in result.notes:
         out.print(f"note: {note}", markup=False)
     if result.interrupted:

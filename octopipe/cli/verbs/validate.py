@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         measured = profile.mode or workload_of(recipe).mode
         refuse_other_precision(measured, work.precision, args.profile)
 
-    from octopipe.runtime.measure.trial import ValidateJob, on_ranks, validate_task
+    from octopipe.runtime.measure.forecast import check_plan_memory
+    from octopipe.runtime.measure.trial import LEAST_S, ValidateJob, on_ranks, validate_task
     from octopipe.simulation.fidelity import compare
 
     job = ValidateJob(
@@ -92,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
         profile_again=args.fresh,
         optimizer="adamw" if profile.about.get("optimizer") == "adamw" else "none",
     )
-    trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device)[0]
+    expected = predict(plan, profile, channel=args.channel)
+    if work.device == "cpu":
+        check_plan_memory(expected.peak_bytes.tolist(), args.plan)
+    limit_s = max(LEAST_S, 10e-3 * (args.steps + args.warm_up) * expected.makespan_ms)
+    trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device, timeout_s=limit_s)[0]
     name = str(plan.extra.get("system", "")) or "plan"
     predicted = predict(plan, profile, channel=args.channel, label=f"{name}, predicted")
     found = compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.work import Flops, Product, Size, Work
 from octopipe.models.spec import (
     Attention,
     Embedding,
@@ -37,94 +36,15 @@ from octopipe.models.spec import (
     Moe,
     Mtp,
 )
+from octopipe.models.towers import CrossAttention, Projection, Projector, Source
 
 CORE_BACKWARD = 2.5
 """Time of I of attention or a scan, as a multiple of its F."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flops:
-    """Floating-point operations of one layer and one micro-batch, over all its tensor-parallel ranks."""
-
-    forward: float
-    input: float
-    weight: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.input + self.weight
-
-
-class Product(NamedTuple):
-    """One matrix product with a weight: maps `inner` values per token to `outer` values."""
-
-    inner: int
-    outer: int
-    cut: Literal["outer", "inner", ""] = "outer"
-    """The side that tensor parallelism shards; empty: every GPU of the group computes the whole product."""
-    rows: float = 1.0
-    """Rows per token: one for each expert of a token."""
-    experts: int = 0
-    """The rows are distributed over this many weights of the same shape; 0: there is one weight."""
-    low_precision: bool = True
-    """May run in fp8. Routers and the vocabulary projection stay in bf16."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The work of one part of a layer for one micro-batch, over all its tensor-parallel ranks."""
-
-    tokens: float = 0.0
-    products: tuple[Product, ...] = ()
-    """Matrix products with weights, computed once in each of F, I and W."""
-    core_flops: float = 0.0
-    """FLOPs of products without weights in F; I needs 2.5 times as many."""
-    stream_width: float = 0.0
-    """Saved values per token outside the tensor-parallel region; sharded only by sequence parallelism."""
-    inner_width: float = 0.0
-    """Saved values per token inside the tensor-parallel region; always sharded."""
-    stash_stream_width: float = 0.0
-    stash_inner_width: float = 0.0
-    """The part of them that W still needs after I: GEMM inputs and gradients of GEMM outputs."""
-    state_bytes: float = 0.0
-    """Saved bytes that do not grow with the width: chunk states, router probabilities; sharded."""
-    routed_width: float = 0.0
-    """Values per token that expert parallelism dispatches and combines."""
-    collectives: float = 0.0
-    """All-gather and reduce-scatter pairs of the residual stream in F, and again in I."""
-    quantized_stream_width: float = 0.0
-    quantized_inner_width: float = 0.0
-    """The saved values that only a matrix product reads, which take one byte instead of two under fp8."""
-    cheap_stream_width: float = 0.0
-    cheap_inner_width: float = 0.0
-    """Of the saved values, those that selective recomputation drops, which is what runtimes have switches for: outputs
-    of the norms before attention and feed-forward, of the experts' activation functions and of latent up-projections,
-    and the experts' outputs before they are weighted. Dense feed-forwards, shared experts and scans have none."""
-    cheap_flops: float = 0.0
-    """FLOPs of the products that selective recomputation runs again."""
-    ring_width: float = 0.0
-    """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
-    hands on one state per slice, which is too little to count.)"""
-
-    heads_width: float = 0.0
-    """Values per token of queries and attention's outputs: what dividing heads instead of tokens moves beside those."""
-
-    @property
-    def gemm_flops(self) -> float:
-        return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
-
-
-class _Size(NamedTuple):
-    """What a layer is given."""
-
-    tokens: float
-    seq: int
-    micro_batch_size: int
-
-
 def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
     """The work of one simple layer, or of the projection of an `Mtp`."""
-    size = _Size(float(seq * micro_batch_size), seq, micro_batch_size)
+    size = Size(float(seq * micro_batch_size), seq, micro_batch_size)
     match part:
         case Attention():
             return _attention(part, size)
@@ -150,16 +70,26 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             return _embedding(part, size)
         case Head():
             return _head(part, size)
+        case CrossAttention():
+            return _cross_attention(part, size)
+        case Projection():
+            return _matrices(part.hidden, size, Product(part.width, part.hidden))
+        case Projector():
+            inner = (Product(part.width, part.ffn), Product(part.ffn, part.hidden, "inner")) if part.ffn else ()
+            return _matrices(part.hidden, size, *(inner or (Product(part.width, part.hidden),)))
     raise OctoPipeError(f"no cost formula for a layer of kind {part.kind!r}; add one to flops.py")
 
 
-def _attention(part: Attention, size: _Size) -> Work:
+def _attention(part: Attention, size: Size) -> Work:
     """Softmax attention; a gate doubles the query projection."""
     h = part.hidden
     q, kv = part.query_width, part.kv_width
     # A gate doubles the query projection; it is saved, and W wants its gradient.
     q_out = 2 * q if part.gated else q
-    span = size.seq if part.window is None else min(size.seq, 2 * part.window)
+    if part.causal:  # half of the scores are left out
+        span = size.seq if part.window is None else min(size.seq, 2 * part.window)
+    else:
+        span = 2 * (size.seq if part.window is None else min(size.seq, part.window))
     width = q_out + q + 2 * kv
     return Work(
         tokens=size.tokens,
@@ -177,7 +107,7 @@ def _attention(part: Attention, size: _Size) -> Work:
     )
 
 
-def _latent_attention(part: LatentAttention, size: _Size) -> Work:
+def _latent_attention(part: LatentAttention, size: Size) -> Work:
     """Attention over latents that are projected up."""
     h = part.hidden
     qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
@@ -204,7 +134,7 @@ def _latent_attention(part: LatentAttention, size: _Size) -> Work:
     )
 
 
-def _mamba2(part: Mamba2, size: _Size) -> Work:
+def _mamba2(part: Mamba2, size: Size) -> Work:
     """A chunked scan."""
     h = part.hidden
     di, gn = part.inner, part.groups * part.state
@@ -224,7 +154,7 @@ def _mamba2(part: Mamba2, size: _Size) -> Work:
     )
 
 
-def _mamba1(part: Mamba1, size: _Size) -> Work:
+def _mamba1(part: Mamba1, size: Size) -> Work:
     """A selective scan."""
     h = part.hidden
     di, low = part.inner, part.dt_rank + 2 * part.state
@@ -248,7 +178,7 @@ def _mamba1(part: Mamba1, size: _Size) -> Work:
     )
 
 
-def _gated_delta_net(part: GatedDeltaNet, size: _Size) -> Work:
+def _gated_delta_net(part: GatedDeltaNet, size: Size) -> Work:
     """A chunked delta rule with gates."""
     h = part.hidden
     kw, vw = part.key_width, part.value_width
@@ -268,7 +198,7 @@ def _gated_delta_net(part: GatedDeltaNet, size: _Size) -> Work:
     )
 
 
-def _kimi_delta_attention(part: KimiDeltaAttention, size: _Size) -> Work:
+def _kimi_delta_attention(part: KimiDeltaAttention, size: Size) -> Work:
     """A chunked delta rule with a decay per channel."""
     h = part.hidden
     w, d = part.inner, part.head_dim
@@ -289,7 +219,7 @@ def _kimi_delta_attention(part: KimiDeltaAttention, size: _Size) -> Work:
     )
 
 
-def _lightning_attention(part: LightningAttention, size: _Size) -> Work:
+def _lightning_attention(part: LightningAttention, size: Size) -> Work:
     """Linear attention in chunks."""
     h = part.hidden
     w = part.inner
@@ -307,7 +237,7 @@ def _lightning_attention(part: LightningAttention, size: _Size) -> Work:
     )
 
 
-def _mlp(part: Mlp, size: _Size) -> Work:
+def _mlp(part: Mlp, size: Size) -> Work:
     """A dense feed-forward."""
     h = part.hidden
     return Work(
@@ -324,7 +254,7 @@ def _mlp(part: Mlp, size: _Size) -> Work:
     )
 
 
-def _moe(part: Moe, size: _Size) -> Work:
+def _moe(part: Moe, size: Size) -> Work:
     """Experts with their router."""
     h = part.hidden
     w = part.expert_width
@@ -354,7 +284,7 @@ def _moe(part: Moe, size: _Size) -> Work:
     )
 
 
-def _mtp(part: Mtp, size: _Size) -> Work:
+def _mtp(part: Mtp, size: Size) -> Work:
     """The projection of (trunk, next token's embedding); its block is priced part by part."""
     h = part.hidden
     # Its own projection of (trunk, next token's embedding); its block is priced part by part.
@@ -368,7 +298,7 @@ def _mtp(part: Mtp, size: _Size) -> Work:
     )
 
 
-def _embedding(part: Embedding, size: _Size) -> Work:
+def _embedding(part: Embedding, size: Size) -> Work:
     """A table that is looked up."""
     h = part.hidden
     # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
@@ -376,7 +306,7 @@ def _embedding(part: Embedding, size: _Size) -> Work:
     return Work(tokens=size.tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
 
 
-def _head(part: Head, size: _Size) -> Work:
+def _head(part: Head, size: Size) -> Work:
     """Logits and their loss."""
     h = part.hidden
     n = part.predictions
@@ -389,6 +319,40 @@ def _head(part: Head, size: _Size) -> Work:
         stash_stream_width=n * h,
         stash_inner_width=n * part.vocab,
         collectives=0.5 * n,
+    )
+
+
+def _cross_attention(part: CrossAttention, size: Size) -> Work:
+    """Queries of the decoder's tokens, keys and values of the encoder's output."""
+    h, q, kv = part.hidden, part.query_width, part.kv_width
+    read = part.source.items * part.source.positions  # positions per sequence
+    rows = read / size.seq
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, q), Product(part.memory, 2 * kv, rows=rows), Product(q, h, "inner")),
+        core_flops=4 * size.tokens * read * q,  # no causal half of the scores is left out
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        cheap_stream_width=h,
+        heads_width=2 * q,
+        inner_width=2 * q + 2 * kv * rows,
+        stash_stream_width=2 * h,
+        stash_inner_width=2 * q + 2 * kv * rows,
+        collectives=1,
+    )
+
+
+def _matrices(width: int, size: Size, *products: Product) -> Work:
+    """One or two matrices with an activation between; their inputs are kept."""
+    kept = float(sum(p.inner for p in products))
+    return Work(
+        tokens=size.tokens,
+        products=products,
+        stream_width=width,
+        inner_width=kept,
+        stash_stream_width=width,
+        stash_inner_width=kept,
+        collectives=0.5,
     )
 
 
@@ -407,14 +371,25 @@ def _delta_core(heads: int, key_dim: int, value_dim: int, chunk: int) -> int:
     return heads * (3 * chunk * key_dim + 2 * chunk * value_dim + 3 * key_dim * value_dim)
 
 
+def items_of(source: Source | None, seq: int, micro_batch_size: int) -> tuple[int, int, float]:
+    """The length and the number of the sequences that a part works on, and what its costs are to be multiplied by
+    because an encoder's items per micro-batch need not be a whole number."""
+    if source is None:
+        return seq, micro_batch_size, 1.0
+    items = source.items * micro_batch_size
+    whole = max(1, round(items))
+    return source.positions, whole, items / whole
+
+
 def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
     """F, I and W FLOPs of a whole layer for one micro-batch, before tensor parallelism divides them."""
     forward = weight = backward = 0.0
-    for part in layer.parts:
-        work = part_work(part, seq=seq, micro_batch_size=micro_batch_size)
-        forward += work.gemm_flops + work.core_flops
-        backward += work.gemm_flops + CORE_BACKWARD * work.core_flops
-        weight += work.gemm_flops
+    for part, source in zip(layer.parts, layer.sources, strict=True):
+        length, count, share = items_of(source, seq, micro_batch_size)
+        work = part_work(part, seq=length, micro_batch_size=count)
+        forward += share * (work.gemm_flops + work.core_flops)
+        backward += share * (work.gemm_flops + CORE_BACKWARD * work.core_flops)
+        weight += share * work.gemm_flops
     return Flops(forward=float(forward), input=float(backward), weight=float(weight))
 
 

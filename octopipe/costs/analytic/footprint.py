@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.analytic.flops import Work
+from octopipe.costs.analytic.work import Work
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Embedding, Head, LatentAttention, Layer, Moe, Mtp

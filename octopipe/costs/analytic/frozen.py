@@ -8,7 +8,8 @@ because the gradient has to pass through. A frozen layer without trained layers 
 keeps no activations.
 
 Adapters (Hu et al., "LoRA", ICLR 2022) of rank r turn a product y = x M into x M + (x A) B, with A of width r. Each
-matrix of a block gets a pair, those of routed experts included; embedding and head get none.
+matrix of a block gets a pair, those of routed experts included, or those of attention alone (`lora_on`); embedding and
+head get none.
 
 >>> layer_states(5, ((0, 1), (3, 3)))
 ('idle', 'idle', 'trained', 'frozen', 'trained')
@@ -21,11 +22,12 @@ from functools import lru_cache
 from typing import Literal
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.analytic.flops import Product, Work, layer_flops
+from octopipe.costs.analytic.flops import layer_flops
+from octopipe.costs.analytic.work import Product, Work
 from octopipe.costs.cluster.fields import ranges_text
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
-from octopipe.models.spec import Embedding, Head, Layer, ModelSpec
+from octopipe.models.spec import Attention, Embedding, Head, LatentAttention, Layer, ModelSpec
 
 State = Literal["trained", "frozen", "idle"]
 """Of a layer: its weights are trained; they are frozen, and gradients pass; they are frozen, and no gradient passes."""
@@ -63,7 +65,9 @@ def _share(spec: ModelSpec, setup: Setup, states: tuple[State, ...]) -> float:
 
 def adapted(part: Layer, setup: Setup, state: State) -> bool:
     """Whether this part of a layer has adapters."""
-    return setup.lora is not None and state == "trained" and not isinstance(part, Embedding | Head)
+    if setup.lora is None or state != "trained" or isinstance(part, Embedding | Head):
+        return False
+    return setup.lora_on == "all" or isinstance(part, Attention | LatentAttention)
 
 
 def adapters(work: Work, rank: int) -> Work:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from octopipe.costs.analytic.calibration import RACK, Rates, rates_of
-from octopipe.costs.analytic.flops import CORE_BACKWARD, Product, Work, part_work
+from octopipe.costs.analytic.flops import CORE_BACKWARD, items_of, part_work
 from octopipe.costs.analytic.footprint import (
     NO_WEIGHTS,
     WEIGHT_BYTES,
@@ -30,10 +30,12 @@ from octopipe.costs.analytic.footprint import (
 )
 from octopipe.costs.analytic.frozen import State, adapted, adapter_parameters, adapters
 from octopipe.costs.analytic.traffic import Exchange, context_traffic, exchange_ms, ring_ms
+from octopipe.costs.analytic.work import Product, Work
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.segments import Part
 from octopipe.models.spec import Embedding, Head, Layer, Moe, Mtp
+from octopipe.models.towers import passed_on
 
 LOSS_BYTES = 20.0
 """Memory traffic of the cross-entropy per logit (our estimate: bf16 and fp32 passes over the logits)."""
@@ -359,17 +361,18 @@ def priced(
     forward = backward = weight = activation = stash = workspace = 0.0
     trained, frozen = NO_WEIGHTS, NO_WEIGHTS
     parts: list[_PartTimes] = []
-    for part in layer.parts:
-        work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
+    for part, source in zip(layer.parts, layer.sources, strict=True):
+        length, count, share = items_of(source, setup.seq, setup.micro_batch_size)
+        work = part_work(part, seq=length, micro_batch_size=count)
         if isinstance(part, Moe):
             work = on_busiest_rank(work, setup.busiest_expert_rank(part.experts))
             work = gathering_experts(work, pricing)
         parts.append(_part_ms(part, work, pricing, state))
-        forward, backward = forward + parts[-1].forward_ms, backward + parts[-1].input_ms
+        forward, backward = forward + share * parts[-1].forward_ms, backward + share * parts[-1].input_ms
         mine, still = _weights(part, work, pricing, state)
-        weight += parts[-1].weight_ms if any(mine) else 0.0
-        activation += held_bytes(work, setup)
-        stash += stashed_bytes(work, setup) if any(mine) else 0.0
+        weight += share * parts[-1].weight_ms if any(mine) else 0.0
+        activation += share * held_bytes(work, setup)
+        stash += share * stashed_bytes(work, setup) if any(mine) else 0.0
         trained = Weights(*(a + b for a, b in zip(trained, mine, strict=True)))
         frozen = Weights(*(a + b for a, b in zip(frozen, still, strict=True)))
         workspace = max(workspace, workspace_bytes(part, work, setup, _arriving(cluster)))
@@ -391,7 +394,7 @@ def priced(
         workspace, activation = workspace + activation, 0.0
     # The head hands nothing on; a prediction module hands on two hidden states.
     tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
-    tokens = setup.seq * setup.micro_batch_size / setup.cp
+    values = tensors * passed_on(layer, seq=setup.seq, sequences=setup.micro_batch_size)
     cost = LayerCost(
         forward_ms=forward,
         input_ms=backward,
@@ -400,7 +403,7 @@ def priced(
         stash_bytes=min(stash, activation),
         static_bytes=static_bytes(trained, setup, cluster) + frozen_bytes(frozen, setup, cluster),
         gradient_bytes=setup.gradient_bytes * sum(trained),
-        boundary_bytes=tensors * 2.0 * tokens * layer.hidden * stream_share(setup),
+        boundary_bytes=2.0 * values / setup.cp * stream_share(setup),
         workspace_bytes=workspace + gathered_bytes(trained, setup, cluster, frozen),
         optimizer_ms=_update_ms(trained, pricing),
         forward_parts=tuple(x for p in parts for x in p.parts("F")) if exchanges else (),

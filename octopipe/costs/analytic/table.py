@@ -24,17 +24,19 @@ import numpy as np
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import Rates
-from octopipe.costs.analytic.flops import Flops, layer_flops, model_flops
+from octopipe.costs.analytic.flops import layer_flops, model_flops
 from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, frozen_bytes, shards_of, static_bytes
 from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
+from octopipe.costs.analytic.items import NEARLY_NONE, items_of_micro_batches, settled
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced, reduce_ms, strides_of
 from octopipe.costs.analytic.traffic import Exchange, ring_ms
+from octopipe.costs.analytic.work import Flops
 from octopipe.costs.cluster.hardware import Cluster, Link
 from octopipe.costs.cluster.setup import Setup, checkpointed_layers
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.models.lengths import Batch
-from octopipe.models.spec import Layer, ModelSpec, Moe
+from octopipe.models.spec import Embedding, Layer, ModelSpec, Moe
 
 __all__ = [
     "STATE_BYTES",
@@ -149,6 +151,8 @@ def setup_costs(
     """
     if setup.seq is None:
         raise OctoPipeError(f"{spec.name}: the sequence length is missing; give seq")
+    spec, setup = settled(spec, setup)
+    assert setup.seq is not None
     check_divides(spec, setup.tp, setup.ep, setup.cluster().expert_tp)
     if not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
         given = {"ep": setup.ep, "etp": setup.etp, "nodes_per_token": setup.nodes_per_token}
@@ -181,6 +185,13 @@ def setup_costs(
         tokens = max(1, round(batch.tokens / len(batch.groups)))
         every = [length for group in batch.groups for length in group]
         flops = sum(_model_flops(spec.layers, setup, length) for length in every) / len(batch.groups)
+    if len(setup.images) > 1:
+        alike = [setup.micro_batch_size] * (setup.micro_batches or max(1, len(setup.images) // setup.micro_batch_size))
+        sizes = alike if batch is None else [len(group) for group in batch.groups]
+        items, bytes_more = _item_factor(spec, pricing, sizes)
+        factor = items if factor is None else factor * items
+        for name in ("activation_bytes", "stash_bytes", "boundary_bytes"):
+            columns[name] = columns[name] * bytes_more
     return CostTable(
         model=spec.name,
         symbols=spec.pattern,
@@ -254,10 +265,33 @@ def _micro_batch_factor(
     return factor, np.maximum(1.0, (np.array(tokens)[:, None] / factor).max(axis=0))
 
 
+def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """[micro-batch, layer]: time with a micro-batch's own images over that with the mean number of them; and per layer
+    what its bytes must be raised by: they grow with the images, and time a little less."""
+    source = spec.source
+    assert source is not None
+    known: dict[tuple[int, float], tuple[np.ndarray, np.ndarray]] = {}
+
+    def took(size: int, items: float) -> tuple[np.ndarray, np.ndarray]:
+        if (size, items) not in known:
+            mine = replace(pricing, setup=replace(pricing.setup, micro_batch_size=size, images=()))
+            costs = price_recomputing(spec.reading(source.per(sequence=items)), mine)[0]
+            known[size, items] = _total_ms(costs), np.array([cost.activation_bytes for cost in costs])
+        return known[size, items]
+
+    times, held = [], []
+    for size, items in zip(sizes, items_of_micro_batches(pricing.setup, sizes), strict=True):
+        (ms, mine), (mean_ms, mean) = took(size, items), took(size, source.items)
+        times.append(np.divide(ms, mean_ms, out=np.ones_like(ms), where=mean_ms > 0))
+        held.append(np.divide(mine, mean, out=np.ones_like(mine), where=mean > 0))
+    factor = np.maximum(np.array(times), NEARLY_NONE)
+    return factor, np.maximum(1.0, (np.array(held) / factor).max(axis=0))
+
+
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
     """Bytes that a tied head shares with the embedding; none if both are sharded over all ranks."""
     shared = spec.layers[-1].tied_parameters
-    if not shared or pricing.setup.vocab_parallel:
+    if not shared or pricing.setup.vocab_parallel or not _has_table(spec.layers[0]):
         return 0.0
     weights = Weights(shared / pricing.cluster.tp, 0.0)
     still = pricing.setup.lora is not None or "frozen" in {*layer_states(spec.num_layers, pricing.setup.frozen)}
@@ -265,9 +299,16 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
     return float(min(one, held[0], held[-1]))
 
 
+def _has_table(layer: Layer) -> bool:
+    """Whether a layer holds the table that a tied head uses: in a model with a tower, a later layer does."""
+    return isinstance(layer.parts[0], Embedding)
+
+
 def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
     kinds, number = _kinds(spec.layers, pricing.setup.frozen, pricing.setup.offload_layers or 0)
     found = [priced(layer, pricing, state, offloaded) for layer, state, offloaded in kinds]
+    if pricing.setup.lora is not None and not any(any(trained) for _, trained in found):
+        raise OctoPipeError(f"{spec.name} has no layer for adapters on {pricing.setup.lora_on}, so nothing is trained")
     return [found[k][0] for k in number], [found[k][1] for k in number]
 
 
@@ -301,14 +342,14 @@ def _trained_flops(layers: tuple[Layer, ...], seq: int) -> float:
 
 
 def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    """All layers with some of them checkpointed: these keep their input, and I first runs their forward again."""
-    setup, inner = pricing.setup, spec.num_layers - 2
+    """All layers with some of them checkpointed: these keep their input, and I first runs their forward again. The
+    others keep all of their activations: no runtime checkpoints some layers and recomputes parts of the rest."""
+    setup = pricing.setup
     if setup.recompute != "full":
         return price_layers(spec, pricing)
     again = checkpointed_layers(spec.num_layers, setup.recompute_layers)
     whole, weights = price_layers(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
-    rest = replace(setup, recompute="none" if len(again) == inner else "selective", recompute_layers=None)
-    costs, _ = price_layers(spec, replace(pricing, setup=rest))
+    costs = list(whole)
     known: dict[tuple[int, float], LayerCost] = {}  # layers that are alike share their costs
     for i in again:
         if not whole[i].activation_bytes:

@@ -32,6 +32,8 @@ from octopipe.costs.cluster.hardware_file import read_hardware
 Part = Literal["size", "hardware", "batch", "training", "ranks"]
 """The group of a field; flags are grouped accordingly."""
 MAX_SPREAD, MAX_EXPERTS = 1000.0, 100_000
+TOWERS = (-1, -1)
+"""Among ranges of layers: all layers of the model's towers, written `towers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Share(Number):
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges(Kind):
-    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]."""
+    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]; `towers` is those of all towers."""
 
     accepts = "str | Sequence[Sequence[int]]"
 
@@ -171,13 +173,16 @@ class LayerRanges(Kind):
         pairs = [tuple(pair) if _is_list(pair) else pair for pair in value] if _is_list(value) else [value]
         for pair in pairs:
             whole = isinstance(pair, tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
-            if not whole or len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= MAX_SIZE:
+            if pair != TOWERS and (not whole or len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= MAX_SIZE):
                 raise OctoPipeError(f"{name} is {brief(value)}; give ranges of layers like 0-15,33")
         return tuple(sorted(pairs))
 
     def _read_text(self, name: str, text: str) -> tuple[tuple[int, int], ...]:
         out = []
         for part in filter(None, (p.strip() for p in text.split(","))):
+            if part in ("tower", "towers", "encoder"):
+                out.append(TOWERS)
+                continue
             first, _, last = part.partition("-")
             if not all(n.isascii() and n.isdecimal() and len(n) < 9 for n in (first, last or first)):
                 raise OctoPipeError(f"{name} is {brief(text)}; give ranges of layers like 0-15,33")
@@ -193,7 +198,8 @@ class LayerRanges(Kind):
 
 def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
     """Ranges of layers as users write them."""
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    each = (str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join("towers" if text == str(TOWERS[0]) else text for text in each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ class SetupKeywords(TypedDict, total=False):
     hsdp: int | None
     micro_batch_size: int | None
     seq: int | None
+    images: float | str | Path | Sequence[float] | None
+    recordings: float | str | Path | Sequence[float] | None
+    encoder_seq: int | None
     zero: int | None
     distributed_optimizer: int | None
     precision: str | None
@@ -37,7 +40,9 @@ class SetupKeywords(TypedDict, total=False):
     imbalance: float | str | Path | Sequence[float] | None
     nodes_per_token: int | None
     lora: int | None
+    lora_on: str | None
     frozen: str | Sequence[Sequence[int]] | None
+    freeze: str | Sequence[Sequence[int]] | None
     offload_optimizer: float | None
     offload_layers: int | None
     vocab_parallel: bool | None

@@ -36,6 +36,7 @@ from octopipe.costs.cluster.fields import (
     fields_of,
 )
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
+from octopipe.costs.cluster.item_counts import ItemCounts
 from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
@@ -43,6 +44,7 @@ Gradients = Literal["fp32", "bf16"]
 CpKind = Literal["ring", "all-gather", "ulysses", "hierarchical"]
 States = Literal["fp32", "bf16-moments", "bf16"]
 Recompute = Literal["none", "selective", "full", "auto"]
+LoraOn = Literal["all", "attention"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 RESERVE_SHARE, RESERVE_LEAST_GIB = 0.06, 1.5
@@ -115,6 +117,17 @@ class Setup:
         unless_given=f"{DEFAULT_SEQ}, or what the file says",
     )  # fmt: skip
     """Tokens per sequence; None: the file of times does not say."""
+    images: tuple[float, ...] = asked(
+        (), ItemCounts(), part="batch", of_a_model=True, also={"recordings": lambda given: given},
+        words="models with a tower: images (or recordings) per sequence, one number, or one for every sequence of a "
+        "pipeline's step as a list or a file", unless_given="1",
+    )  # fmt: skip
+    """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
+    encoder_seq: int | None = asked(
+        None, Whole(), part="batch", of_a_model=True, optional=True,
+        words="models with a tower or an encoder: positions per image, recording or source text",
+        unless_given="the model's",
+    )  # fmt: skip
     zero: int = asked(
         1, Choice((0, 1, 2, 3)), part="training", of_a_model=True, also={"distributed_optimizer": int},
         words="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP)",
@@ -144,12 +157,12 @@ class Setup:
     )  # fmt: skip
     """selective: recompute outputs of norms, of experts' activation functions and of latent up-projections
     (Megatron-LM's --recompute-modules layernorm moe_act mla_up_proj); full: recompute whole layers from their inputs,
-    one at a time; auto: as much of both as is needed to fit."""
+    one at a time; auto: the least that fits of nothing, selective, some whole layers and all of them."""
     recompute_layers: int | None = asked(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="with full: number of layers to recompute", unless_given="all",
     )  # fmt: skip
-    """With full: this many layers, spread evenly over the model, and the rest selectively; None: all."""
+    """With full: this many layers, spread evenly over the model; the others keep their activations. None: all."""
     sequence_parallel: bool = asked(
         True, YesNo(), part="training", of_a_model=True, words="with tp: shard the residual stream too",
         unless_given="yes",
@@ -173,9 +186,14 @@ class Setup:
         unless_given="none: weights are trained",
     )  # fmt: skip
     """None: no adapters, and every layer outside `frozen` is trained."""
+    lora_on: LoraOn = asked(
+        "all", Choice(get_args(LoraOn)), part="training", of_a_model=True,
+        words="with lora: the matrices that have adapters, all of a block or those of attention alone",
+        unless_given="all",
+    )  # fmt: skip
     frozen: tuple[tuple[int, int], ...] = asked(
-        (), LayerRanges(), part="training", of_a_model=True,
-        words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33",
+        (), LayerRanges(), part="training", of_a_model=True, also={"freeze": lambda given: given},
+        words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33, or `towers`",
     )  # fmt: skip
     """(first, last) of each range of layers without gradients and optimizer state."""
     offload_optimizer: float = asked(
@@ -259,6 +277,10 @@ class Setup:
     def __post_init__(self) -> None:
         for name, how in fields_of(type(self)).items():
             object.__setattr__(self, name, how.read(name, getattr(self, name)))
+        if self.lora_on != "all" and self.lora is None:
+            raise OctoPipeError(
+                f"lora_on {self.lora_on} says where adapters are, and there are none; give lora, a rank"
+            )
         if self.recompute_layers is not None and self.recompute != "full":
             raise OctoPipeError(f"recompute_layers applies to full recomputation only; recompute is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":

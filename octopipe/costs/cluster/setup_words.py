@@ -29,11 +29,12 @@ def words_of(setup: Setup) -> str:
     elif setup.micro_batches is not None:
         batch = f"{setup.micro_batches} {batch or 'micro-batches'}, global batch {setup.global_batch}"
         batch = batch.replace("micro-batches", "micro-batch", 1) if setup.micro_batches == 1 else batch
+    batch += _items(setup)
     how = []
     if setup.gpu is not None:
         how = [setup.precision] + ([f"ZeRO-{setup.zero}"] if setup.dp * setup.cp > 1 else [])
         how += [f"{setup.hsdp} copies of it (HSDP)"] * (setup.hsdp > 1)
-        how += [] if setup.lora is None else [f"LoRA of rank {setup.lora}"]
+        how += [] if setup.lora is None else [f"LoRA of rank {setup.lora}{' on attention' * (setup.lora_on != 'all')}"]
         how += [f"layers {ranges_text(setup.frozen)} frozen"] * bool(setup.frozen)
         how += [f"{setup.offload_optimizer:.0%} of the optimizer state on the host"] * (setup.offload_optimizer > 0)
         how += [] if setup.offload_layers is None else [f"activations of {setup.offload_layers} layers on the host"]
@@ -49,3 +50,11 @@ def words_of(setup: Setup) -> str:
         how += [f"{setup.states} optimizer state"] * (setup.states != "fp32")
         how += [] if setup.stack is None else [f"{setup.stack.name} rates"]
     return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
+
+
+def _items(setup: Setup) -> str:
+    """What an encoder reads, where the model has one."""
+    size = "" if setup.encoder_seq is None else f", {setup.encoder_seq} positions each"
+    low, high = min(setup.images, default=1.0), max(setup.images, default=1.0)
+    count = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return f", encoder inputs: {count} per sequence{size}" if size or setup.images else ""

@@ -1,8 +1,8 @@
-"""Any Hugging Face `config.json` of a decoder -> ModelSpec, read as plain JSON.
+"""Any Hugging Face `config.json` of a language model -> ModelSpec, read as plain JSON.
 
-Knows: the keys of the families in `FAMILIES`, the defaults their configs leave out, and the common keys of
-all decoders, so that an unknown family is read as a usual decoder. Does not know: transformers (never
-imported) or weights. A config with a vision tower or an encoder is refused.
+Knows: which reader a model type has, and that an unknown family is read as a usual decoder, with a warning. Does not
+know: the keys of a family (`hf_decoder.py`, `hf_classic.py`, `hf_hybrids.py`), towers and encoders (`hf_towers.py`),
+transformers (never imported) or weights.
 
 >>> spec = from_config({"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
 ...                     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2})
@@ -13,79 +13,32 @@ imported) or weights. A config with a vision tower or an encoder is refused.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, letters, read_json_object, shown, stem_of
-from octopipe.base.limits import MAX_LAYERS
+from octopipe.models.readers.hf_classic import CLASSICS, classic
 from octopipe.models.readers.hf_decoder import Config, Family, decoder
-from octopipe.models.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Head,
-    Layer,
-    Mamba1,
-    Mamba2,
-    Mlp,
-    ModelSpec,
-    Moe,
-)
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": Family(),
-        "mistral": Family(window_always=True),
-        "mixtral": Family(window_always=True, top_k=2),
-        "qwen2": Family(qkv_bias=True, out_bias=False),
-        "qwen2_moe": Family(qkv_bias=True, out_bias=False, shared_gate=True, top_k=4),
-        "qwen3": Family(qk_norm=True, head_dim=128),
-        "qwen3_moe": Family(qk_norm=True, top_k=8),
-        "qwen3_next": Family(
-            qk_norm=True, gated_attention=True, full_every=4, shared_gate=True, head_dim=256, top_k=10
-        ),
-        "qwen3_5_text": Family(qk_norm=True, gated_attention=True, full_every=4, head_dim=256),
-        "qwen3_5_moe_text": Family(
-            qk_norm=True, gated_attention=True, full_every=4, shared_gate=True, head_dim=256, top_k=10
-        ),
-        "gpt_oss": Family(qkv_bias=True, full_every=2, moe_bias=True, sinks=True, head_dim=64, top_k=4),
-        "gemma": Family(tied=True, activation="geglu", embedding_multiplier=True, head_dim=256),
-        "gemma2": Family(
-            tied=True,
-            activation="geglu",
-            full_every=2,
-            post_norm=True,
-            embedding_multiplier=True,
-            head_dim=256,
-        ),
-        "gemma3_text": Family(
-            tied=True,
-            activation="geglu",
-            full_every=6,
-            qk_norm=True,
-            post_norm=True,
-            embedding_multiplier=True,
-            head_dim=256,
-        ),
-        "glm4_moe": Family(out_bias=False, head_dim=128, top_k=8, dense_first=1, shared=1),
-        "deepseek_v2": Family(),
-        "deepseek_v3": Family(top_k=8, dense_first=3, shared=1),
-        "kimi_k2": Family(top_k=8, dense_first=1, shared=1),
-        "kimi_linear": Family(top_k=8, dense_first=1, shared=1),
-        "minimax": Family(full_every=2, linear_first=False, top_k=2),
-        "minimax_text_01": Family(full_every=8, top_k=2),
-    }
-)
-"""Model types read by the common decoder below; GPT-2, Nemotron-H and Jamba have readers of their own."""
+from octopipe.models.readers.hf_families import FAMILIES, OTHERWISE
+from octopipe.models.readers.hf_hybrids import HYBRIDS
+from octopipe.models.readers.hf_towers import encoder_decoder, tower_of, with_tower
+from octopipe.models.spec import Layer, ModelSpec
 
 
 def from_config(
-    source: str | Path | Mapping[str, object], *, name: str | None = None, where: str | None = None
+    source: str | Path | Mapping[str, object],
+    *,
+    name: str | None = None,
+    where: str | None = None,
+    known_families: bool = False,
 ) -> ModelSpec:
-    """The model a config describes: a path to `config.json` (or its folder), or the decoded object."""
+    """The model a config describes: a path to `config.json` (or its folder), or the decoded object.
+
+    A family that is not known is read as a usual decoder, with a warning; with `known_families` it is an error, for
+    callers who can do without and would rather have no answer than one that may be wrong.
+    """
     if isinstance(source, Mapping):
         data, where, name = source, where or "config", name if name is None else letters(name)
     else:
@@ -93,13 +46,26 @@ def from_config(
         path = path / "config.json" if path.is_dir() else path
         data, where = read_json_object(path), where or shown(path)
         name = name or (letters(path.parent.name) if path.name == "config.json" else stem_of(path))
-    refuse_towers(data, where)
     outer = Config(data=data, where=where)
     config = outer.part("text_config") if isinstance(data.get("text_config"), dict) else outer
-    _check_decoder(outer)
     kind = str(config.get("model_type") or outer.get("model_type") or "decoder")
     try:
-        return _read(config, kind, name or kind)
+        text_alone = _names_text_model(outer)
+        tower = None if text_alone else tower_of(outer)
+        if tower is not None:
+            _check_decoder(outer)
+
+            def read_text(text: Config, of: str) -> tuple[Layer, ...]:
+                return _read(text, of, of, known_families=known_families).layers
+
+            layers = with_tower(outer, tower, read_text)
+            return ModelSpec(name=name or str(outer.get("model_type") or kind), layers=layers, norm_eps=_eps(config))
+        both = None if text_alone else encoder_decoder(outer)
+        if both is not None:
+            return ModelSpec(name=name or kind, layers=both, norm_eps=_eps(outer))
+        _refuse_other_parts(data, where)
+        _check_decoder(outer)
+        return _read(config, kind, name or kind, known_families=known_families)
     except OctoPipeError as error:
         text = str(error)  # a layer's own complaint does not know the file
         raise OctoPipeError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -108,27 +74,54 @@ def from_config(
         raise OctoPipeError(f"{where}: its numbers make no model ({why}); check the sizes") from None
 
 
-def _read(config: Config, kind: str, name: str) -> ModelSpec:
-    reader = READERS.get(kind)
-    if reader is None:
-        alien = [key for key in config.data if str(key).startswith(("mamba_", "ssm_", "rwkv"))]
-        if kind not in FAMILIES and alien:
-            raise OctoPipeError(
-                f"{config.where}: model type {brief(kind)} has layers this reader does not know "
-                f"({brief(sorted(alien)[0])}); known: {', '.join(sorted({*FAMILIES, *READERS}))}"
-            )
-        if kind not in FAMILIES and kind != "decoder":
-            log.warning(
-                "%s: model type %s is not known here: read as a usual decoder with a gated MLP, which it may not be; "
-                "`octopipe profile` measures the model itself",
-                config.where,
-                brief(kind),
-            )
-        layers = decoder(config, FAMILIES.get(kind, Family()))
+def _read(config: Config, kind: str, name: str, *, known_families: bool) -> ModelSpec:
+    if kind in HYBRIDS:
+        layers = HYBRIDS[kind](config)
+    elif kind in CLASSICS:
+        layers = classic(config, CLASSICS[kind])
     else:
-        layers = reader(config)
-    eps = config.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=1e-5)
-    return ModelSpec(name=name, layers=layers, norm_eps=eps)
+        if kind not in FAMILIES:
+            _check_usual(config, kind, known_families=known_families)
+        layers = decoder(config, FAMILIES.get(kind, Family()))
+    return ModelSpec(name=name, layers=layers, norm_eps=_eps(config))
+
+
+def _eps(config: Config) -> float:
+    return config.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=1e-5)
+
+
+def _names_text_model(config: Config) -> bool:
+    """Whether the config names the class of its text model alone, as transformers reads it."""
+    names = [str(item) for item in config.items("architectures") or []]
+    return bool(names) and all(name.endswith("ForCausalLM") for name in names)
+
+
+def _check_usual(config: Config, kind: str, *, known_families: bool) -> None:
+    """An unknown family is read as a usual decoder, and that is said, once; not where it is known to be another."""
+    alien = [brief(key) for key in sorted(map(str, config.data)) if key.startswith(("mamba_", "ssm_", "rwkv"))]
+    why = OTHERWISE.get(kind) or (alien[0] if alien else None)
+    if why is not None:
+        raise OctoPipeError(
+            f"{config.where}: model type {brief(kind)} has layers this reader does not know ({why}); "
+            "`octopipe profile` measures the model itself where transformers is installed"
+        )
+    if known_families:
+        raise OctoPipeError(
+            f"{config.where}: model type {brief(kind)} is not known here; `octopipe profile` measures it"
+        )
+    if kind != "decoder":
+        _warn(config.where, kind)
+
+
+@cache
+def _warn(where: str, kind: str) -> None:
+    """Say it once for each file."""
+    log.warning(
+        "%s: model type %s is not known here: read as a usual decoder with a gated MLP, which it may not be; "
+        "`octopipe profile` measures the model itself",
+        where,
+        brief(kind),
+    )
 
 
 log = logging.getLogger("octopipe.readers")
@@ -148,19 +141,16 @@ ENCODERS = frozenset(
 """Model types whose usual models are encoders or encoder-decoders."""
 
 
-def refuse_towers(data: Mapping[str, object], where: str) -> None:
-    """Say so where a config describes more than a decoder: nothing is left out of a plan in silence."""
+def _refuse_other_parts(data: Mapping[str, object], where: str) -> None:
+    """Say so where a config describes more than is read: nothing is left out of a plan in silence."""
     for key, value in data.items():
         name = str(key).removeprefix("mm_")
         tower = isinstance(value, dict) or (isinstance(value, str) and str(key).startswith("mm_"))
         if tower and value and name.startswith(TOWERS):
             raise OctoPipeError(
-                f'{where}: "{key}" is a part beside the decoder (a tower or an encoder), which cannot be planned or '
-                "trained yet; give the config of the text model alone"
+                f'{where}: "{key}" is a part beside the decoder that cannot be read from a config; `octopipe profile` '
+                "measures the model itself, and its profile is a MODEL; or give the config of the text model alone"
             )
-    for key in ("encoder", "decoder"):
-        if isinstance(data.get(key), dict):
-            raise OctoPipeError(f'{where}: "{key}" makes it an encoder-decoder; give the config of a causal LM')
 
 
 def _check_decoder(config: Config) -> None:
@@ -172,125 +162,3 @@ def _check_decoder(config: Config) -> None:
     if config.flag("is_encoder_decoder") or (names and not any(g in n for n in names for g in good)):
         shown_name = brief(names[0]) if names else "an encoder-decoder"
         raise OctoPipeError(f"{config.where}: {shown_name} is not a decoder; give the config of a causal LM")
-
-
-# The families that are built differently.
-
-
-def _gpt2(config: Config) -> tuple[Layer, ...]:
-    h, heads, vocab = config.hidden, config.size("n_head"), config.size("vocab_size", default=50257)
-    positions = config.size("n_positions", default=1024)
-    mixer = Attention(
-        hidden=h,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=h // heads if heads else 0,
-        qkv_bias=True,
-        out_bias=True,
-        norm="layer",
-    )
-    ffn = config.size("n_inner", default=4 * h)
-    block = Block(mixer=mixer, ffn=Mlp(hidden=h, ffn=ffn, activation="gelu", bias=True, norm="layer"))
-    return (
-        Embedding(hidden=h, vocab=vocab, positions=positions),
-        *[block] * config.blocks,
-        Head(hidden=h, vocab=vocab, tied=config.flag("tie_word_embeddings", default=True), norm="layer"),
-    )
-
-
-_NEMOTRON_TYPES = {
-    "mamba": "M",
-    "linear_attention": "M",
-    "attention": "*",
-    "full_attention": "*",
-    "mlp": "-",
-    "moe": "#",
-}
-
-
-def _nemotron_h(config: Config) -> tuple[Layer, ...]:
-    h, vocab = config.hidden, config.size("vocab_size", default=131072)
-    types = config.items("layers_block_type", "layer_types")
-    if types is not None:
-        pattern = [_NEMOTRON_TYPES.get(str(item), "?") for item in types]
-    else:
-        pattern = [("#" if symbol == "E" else symbol) for symbol in str(config.get("hybrid_override_pattern") or "")]
-    if len(pattern) > MAX_LAYERS:
-        raise OctoPipeError(f"{config.where}: {len(pattern)} layers; at most {MAX_LAYERS} are allowed")
-    if not pattern or not set(pattern) <= set("M-*#"):
-        raise OctoPipeError(f'{config.where}: "hybrid_override_pattern" must be letters M, -, * and E (one per layer)')
-    mlp = config.size("intermediate_size", default=21504)
-    kinds: dict[str, Callable[[], Layer]] = {
-        "M": lambda: Mamba2(
-            hidden=h,
-            heads=config.size("mamba_num_heads", default=128),
-            head_dim=config.size("mamba_head_dim", default=64),
-            state=config.size("ssm_state_size", default=128),
-            groups=config.size("n_groups", "mamba_n_groups", default=8),
-            conv=config.size("conv_kernel", "mamba_d_conv", default=4),
-            chunk=config.size("chunk_size", "mamba_chunk_size", default=128),
-        ),
-        "-": lambda: Mlp(hidden=h, ffn=mlp, activation="relu2", bias=config.flag("mlp_bias")),
-        "*": lambda: Attention(
-            hidden=h,
-            heads=config.size("num_attention_heads"),
-            kv_heads=config.size("num_key_value_heads", default=8),
-            head_dim=config.size("head_dim", "attention_head_dim", default=128),
-            qkv_bias=config.flag("attention_bias"),
-            out_bias=config.flag("attention_bias"),
-        ),
-        "#": lambda: Moe(
-            hidden=h,
-            experts=config.size("n_routed_experts"),
-            top_k=config.size("num_experts_per_tok"),
-            ffn=config.size("moe_intermediate_size"),
-            activation="relu2",
-            shared_ffn=config.size("moe_shared_expert_intermediate_size", default=0),
-            latent=config.size("moe_latent_size", default=0),
-        ),
-    }
-    built = {symbol: kinds[symbol]() for symbol in set(pattern)}
-    tied = config.flag("tie_word_embeddings")
-    return (
-        Embedding(hidden=h, vocab=vocab),
-        *(built[symbol] for symbol in pattern),
-        Head(hidden=h, vocab=vocab, tied=tied),
-    )
-
-
-def _jamba(config: Config) -> tuple[Layer, ...]:
-    h, vocab = config.hidden, config.size("vocab_size", default=65536)
-    heads = config.size("num_attention_heads")
-    rank = config.get("mamba_dt_rank")
-    auto = rank is None or rank == "auto"
-    mamba = Mamba1(
-        hidden=h,
-        inner=h * config.size("mamba_expand", default=2),
-        state=config.size("mamba_d_state", default=16),
-        dt_rank=math.ceil(h / 16) if auto else config.size("mamba_dt_rank"),
-        conv=config.size("mamba_d_conv", default=4),
-    )
-    attention = Attention(
-        hidden=h,
-        heads=heads,
-        kv_heads=config.size("num_key_value_heads", default=8),
-        head_dim=h // heads if heads else 0,
-    )
-    mlp = Mlp(hidden=h, ffn=config.size("intermediate_size"))
-    experts = config.size("num_experts", default=16)
-    moe: Mlp | Moe = mlp
-    if experts > 1:
-        top_k = config.size("num_experts_per_tok", default=2)
-        moe = Moe(hidden=h, experts=experts, top_k=top_k, ffn=mlp.ffn)
-    attention_at = config.size("attn_layer_period", default=8), config.size("attn_layer_offset", default=4)
-    experts_at = config.size("expert_layer_period", default=2), config.size("expert_layer_offset", default=1)
-    layers: list[Layer] = [Embedding(hidden=h, vocab=vocab)]
-    for i in range(config.blocks):
-        layers.append(attention if i % max(1, attention_at[0]) == attention_at[1] else mamba)
-        layers.append(moe if i % max(1, experts_at[0]) == experts_at[1] else mlp)
-    return (*layers, Head(hidden=h, vocab=vocab, tied=config.flag("tie_word_embeddings")))
-
-
-READERS: Mapping[str, Callable[[Config], tuple[Layer, ...]]] = MappingProxyType(
-    {"gpt2": _gpt2, "nemotron_h": _nemotron_h, "jamba": _jamba}
-)

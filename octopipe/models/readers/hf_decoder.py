@@ -1,7 +1,7 @@
 """The common decoder of Hugging Face configs: blocks of a mixer and a feed-forward layer.
 
 Knows: the keys that decoders share, how to check them, and the traits in which families differ. Does not
-know: which family a config belongs to (`huggingface.py`).
+know: which family a config belongs to (`hf_families.py`).
 
 >>> Config(data={"hidden_size": 64}, where="config.json").hidden
 64
@@ -95,9 +95,13 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        count = self.size("num_hidden_layers", "n_layer")
+        return self.count("num_hidden_layers", "n_layer")
+
+    def count(self, *keys: str) -> int:
+        """A number of layers."""
+        count = self.size(*keys)
         if not 1 <= count <= MAX_LAYERS:
-            raise OctoPipeError(f'{self.where}: "num_hidden_layers" is {count}; give 1 to {MAX_LAYERS}')
+            raise OctoPipeError(f'{self.where}: "{keys[0]}" is {count}; give 1 to {MAX_LAYERS}')
         return count
 
 
@@ -130,6 +134,8 @@ class Family:
     """Default of first_k_dense_replace."""
     shared: int = 0
     """Default of n_shared_experts."""
+    mlp_bias: bool = False
+    """Default of mlp_bias."""
 
 
 def _layer_types(config: Config, family: Family) -> list[str]:
@@ -256,7 +262,7 @@ def _activation(config: Config, family: Family) -> Activation:
 
 
 def _experts(config: Config) -> int:
-    return config.size("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    return config.size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=0)
 
 
 def _is_sparse(config: Config, family: Family, i: int) -> bool:
@@ -266,7 +272,7 @@ def _is_sparse(config: Config, family: Family, i: int) -> bool:
     kinds = config.items("mlp_layer_types")
     if kinds is not None and i < len(kinds):
         return kinds[i] == "sparse"
-    first = config.size("first_k_dense_replace", default=family.dense_first)
+    first = config.size("first_k_dense_replace", "moe_layer_start_index", default=family.dense_first)
     if i < first or i in (config.items("mlp_only_layers") or []):
         return False
     frequency = config.get("moe_layer_freq")
@@ -274,7 +280,7 @@ def _is_sparse(config: Config, family: Family, i: int) -> bool:
         return i < len(frequency) and bool(frequency[i])
     if isinstance(frequency, int) and frequency > 1 and i % frequency:
         return False
-    return (i + 1) % max(1, config.size("decoder_sparse_step", default=1)) == 0
+    return (i + 1) % max(1, config.size("decoder_sparse_step", "interleave_moe_layer_step", default=1)) == 0
 
 
 def _feed_forward(config: Config, family: Family, sparse: bool) -> Mlp | Moe:
@@ -282,18 +288,18 @@ def _feed_forward(config: Config, family: Family, sparse: bool) -> Mlp | Moe:
     if not sparse:
         return Mlp(
             hidden=h,
-            ffn=config.size("intermediate_size"),
+            ffn=config.size("intermediate_size_mlp", default=0) or config.size("intermediate_size"),
             activation=activation,
-            bias=config.flag("mlp_bias"),
+            bias=config.flag("mlp_bias", default=family.mlp_bias),
             post_norm=family.post_norm,
         )
     ffn = config.size("moe_intermediate_size", default=config.size("intermediate_size", default=0))
-    shared = config.size("shared_expert_intermediate_size", default=0)
-    count = config.size("n_shared_experts", "num_shared_experts", default=family.shared)
+    shared = config.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    count = config.size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=family.shared)
     return Moe(
         hidden=h,
         experts=_experts(config),
-        top_k=config.size("num_experts_per_tok", "num_experts_per_token", default=family.top_k),
+        top_k=config.size("num_experts_per_tok", "num_experts_per_token", "moe_k", default=family.top_k),
         ffn=ffn,
         activation=activation,
         shared_ffn=shared or ffn * count,

@@ -4,13 +4,15 @@ Knows: the alpha-beta fit, and how to send a tensor back and forth. Does not kno
 
 The cost of a link is latency + bytes / bandwidth. Round trips of a small and of larger tensors are timed one pair after
 the other; the one-way time is half the median round trip. The fit uses all sizes and minimises relative errors.
-`measure_overlap` measures how much a transfer slows concurrent computation.
+`measure_overlap` measures how much a transfer slows concurrent computation, and `measure_sum` how long two ranks that
+share a device take to sum gradients.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.runtime.ranks.ring_group import summing
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
 from octopipe.runtime.wire.transports import make_transport
@@ -93,6 +96,47 @@ def measure_overlap(
     mover.close()
     ratio = float(np.median(times[True]) / max(np.median(times[False]), 1e-9))
     return float(world.gather(ratio)[0])
+
+
+def measure_sum(
+    world: World,
+    device: torch.device,
+    *,
+    sizes: Sequence[int] = (1 << 20, 1 << 23, 1 << 26),
+    repeats: int = 5,
+    transport: str | None = None,
+) -> Link | None:
+    """The link over which ranks 0 and 1 sum gradients as copies of a layer do (collective).
+
+    None unless the ranks share a device: such sums are then predicted from the link between the two ranks. A sum over
+    two ranks takes 2 latency + bytes / bandwidth, as the simulator prices it.
+    """
+    if world.size < 2:
+        return None
+    program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
+    mover = make_transport(transport, world, program, device, 120.0)
+    mover.open(rank_program(program, world.rank))
+    times: list[float] = []
+    if mover.name == "cuda_ipc":
+        group = summing(world.subgroup((0, 1)), mover, device, 120.0, bool) if world.rank < 2 else None
+        for size in sizes:
+            numbers = torch.zeros(size // 4, dtype=torch.float32, device=device)
+            took = []
+            for _ in range(repeats + 2):
+                _settle(world, device)
+                clock = _Clock(device)
+                if group is not None:
+                    group.all_reduce(numbers).wait(timedelta(seconds=120))
+                took.append(clock.stop_ms())
+            times.append(float(np.median(took[2:])))
+        _settle(world, device)
+        if group is not None:
+            group.close()
+    mover.close()
+    if not times:
+        return None
+    link = fit(sizes, world.gather(times)[0])
+    return Link(latency_ms=link.latency_ms / 2, ms_per_byte=link.ms_per_byte)
 
 
 class _Clock:

@@ -32,12 +32,11 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
+from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
 
 Floats = NDArray[np.float64]
-Tell = Callable[[str, float], None]
-"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
 KINDS = ("forward", "input", "weight")
 
 
@@ -114,10 +113,6 @@ def profile_layers(
             parameter.grad = gradient
 
 
-def nobody(doing: str, share: float) -> None:
-    """Nobody listens."""
-
-
 class LayerRing:
     """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
 
@@ -131,9 +126,11 @@ class LayerRing:
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
+        rounds: int = 0,
         precision: str = "",
         graphs: bool = False,
     ):
+        """`tell` hears how far the measurement has come; of how many `rounds` in all, where that is known."""
         self._tell = tell
         self._began = time.perf_counter()
         if not layers:
@@ -151,8 +148,9 @@ class LayerRing:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
+        self._rounds = Rounds(self._group_of, tell, total=rounds)
         self._ready, self._memory = _prepare(
-            layers, self._group_of, sample, loss_fn, target, self._device, tell, precision or "fp32", graphs
+            layers, self._group_of, sample, loss_fn, target, self._device, self._rounds, precision or "fp32", graphs
         )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
@@ -174,16 +172,14 @@ class LayerRing:
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
         wait_all(self._group)
-        self._tell("warming up", 0.4)
         self._run(warm_up)
-        self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
         self._all_at_work(repeats)
         self._exchanges = exchanges_of(self._ready, self._ring, self._device, max(3, repeats // 2))
         wait_all(self._group)
         for level in levels:
             if 0 < level < self._ranks:
-                self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
                 self._some_at_work(level, max(3, repeats // 2), warm_up=1)
+        self._tell(f"{len(self._group_of)} layers measured", ROUNDS_END)
         return self.measured()
 
     def round(self, levels: Sequence[int], *, timed: bool = True) -> None:
@@ -196,7 +192,7 @@ class LayerRing:
             self._some_at_work(level, 1)
 
     def _run(self, rounds: int, issued_s: list[float] | None = None) -> Floats:
-        return timed_rounds(self._ready, rounds, self._ring, self._device, issued_s)
+        return timed_rounds(self._ready, rounds, self._ring, self._device, issued_s, self._rounds)
 
     def _all_at_work(self, rounds: int) -> None:
         wait_all(self._group)
@@ -246,28 +242,34 @@ def _prepare(
     loss_fn: Callable[..., Tensor],
     target: Any,
     device: torch.device,
-    tell: Tell,
+    rounds: Rounds,
     precision: str,
     graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
     memory: dict[int, LayerMemory] = {}
-    value = sample
+    leaves: list[Any] = []
+    flatten(sample, leaves)
+    # Whether a gradient has anywhere to go: to trained parameters below, or to a sample that asks for one.
+    value, passes = sample, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     for i, g in enumerate(group_of):
         if g not in ready:
             made = layers[i]
             last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
-            tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
+            rounds.preparing(g, type(module).__name__)
+            began = time.perf_counter()
             try:
                 then = (lambda out: loss_fn(out, target)) if last else None
-                ready[g] = Layer(module, value, then, i == 0, precision, graphs)
+                ready[g] = Layer(module, value, then, i == 0 or not passes, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
+            rounds.first_run(g, time.perf_counter() - began)
             memory[g] = memory_of(ready[g], device)
             ready[g].capture()
+        passes = passes or any(p.requires_grad for p in ready[g].module.parameters())
         value = ready[g].output
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 
@@ -279,10 +281,16 @@ class Timed(Protocol):
 
 
 def timed_rounds(
-    ready: Sequence[Timed], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
+    ready: Sequence[Timed],
+    rounds: int,
+    ring: Sequence[int],
+    device: torch.device,
+    issued_s: list[float] | None = None,
+    progress: Rounds | None = None,
 ) -> Floats:
     """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
-    for in between; `issued_s` gets the moment at which the host had issued everything."""
+    for in between; `issued_s` gets the moment at which the host had issued everything. `progress` hears of every layer
+    that has run (on a CPU: what a GPU has done is not known before the end)."""
     marks: list[Any] = []
     if device.type == "cuda":
 
@@ -296,9 +304,14 @@ def timed_rounds(
         def mark() -> None:
             marks.append(time.perf_counter())
 
+    heard = progress if device.type == "cpu" else None
+    if heard is not None:
+        heard.begin()
     for _ in range(rounds):
         for i in ring:
             ready[i].once(mark)
+            if heard is not None:
+                heard.done(i)
     if issued_s is not None:
         issued_s.append(time.perf_counter())
     out = np.empty((rounds, len(ready), 3))

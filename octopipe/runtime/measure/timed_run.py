@@ -38,7 +38,7 @@ from octopipe.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class MeasuredSteps:
     """A plan's measured steps."""
 
     timeline: Timeline
@@ -98,7 +98,7 @@ class TimedRun:
         )
         self._cuda = self.device.type == "cuda"
         self._batch = work.batch(self.device, plan.num_micro_batches)
-        self._target = work.batch(self.device, plan.num_micro_batches, step=1)
+        self._target = work.targets(self.device, plan.num_micro_batches)
         for p in self.pipe.parameters():
             p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
         # Run where its state is to be counted: a prediction with it and a run without it are not alike.
@@ -147,10 +147,15 @@ class TimedRun:
                 replayed = self.pipe.executor.ops.peak_bytes
                 self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device), replayed)
 
-    def trial(self) -> Trial:
+    @property
+    def knows_arrivals(self) -> bool:
+        """Whether timelines have the device's own times of transfers."""
+        return self._cuda and isinstance(self.pipe.transport, TimedIpc)
+
+    def trial(self) -> MeasuredSteps:
         """What the timed steps showed (collective)."""
         spans = [t.makespan_ms for t in self.timelines]
-        return Trial(
+        return MeasuredSteps(
             timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
             steps_ms=tuple(spans),
             wall_ms=tuple(self._wall_ms),
@@ -175,7 +180,7 @@ def run_plan(
     channel: Channel = "directed",
     optimizer: str = "none",
     timeout_s: float = 120.0,
-) -> Trial:
+) -> MeasuredSteps:
     """Run a plan and time its steps (see `TimedRun`)."""
     made = TimedRun(work, plan, world, profile, channel=channel, optimizer=optimizer, timeout_s=timeout_s)
     with closing(made) as run:
@@ -203,7 +208,7 @@ class BlockingIpc(TimedIpc):
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
-        work = self._senders[slot.peer].after_receipt()
+        work = self._rings.senders[slot.peer].after_receipt()
         work.wait(timedelta(seconds=self.timeout_s))
         return work
 

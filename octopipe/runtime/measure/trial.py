@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from octopipe.base.errors import OctoPipeError
-from octopipe.costs.cluster.hardware import Link
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Op, Plan
+from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
 from octopipe.runtime.measure.host_link import measure_host_link
-from octopipe.runtime.measure.links import measure_links, measure_overlap
+from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
 from octopipe.runtime.measure.one_layer import Layer
-from octopipe.runtime.measure.profiler import LayerRing, Measured, Tell, assemble, gather, nobody
-from octopipe.runtime.measure.timed_run import TimedRun, Trial, free, run_plan
+from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
+from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
+from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat, Work
 from octopipe.runtime.ranks.world import World
@@ -33,11 +35,25 @@ from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
 from octopipe.simulation.fidelity import Fidelity, compare
 from octopipe.simulation.lowering import Channel
+from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 __all__ = [
-    "STEADY_MEMORY", "Fidelity", "ProfileJob", "Trial", "ValidateJob", "Workload", "fidelity", "on_ranks",
-    "profile_task", "profile_workload", "rehearsal_plan", "rehearsed", "run_plan", "side_by_side", "validate_task",
+    "STEADY_MEMORY",
+    "Fidelity",
+    "MeasuredSteps",
+    "ProfileJob",
+    "ValidateJob",
+    "Workload",
+    "fidelity",
+    "on_ranks",
+    "profile_task",
+    "profile_workload",
+    "rehearsal_plan",
+    "rehearsed",
+    "run_plan",
+    "side_by_side",
+    "validate_task",
 ]  # fmt: skip
 
 
@@ -55,6 +71,7 @@ class ProfileJob:
     warm_up: int
     state_factor: float
     about: dict[str, Any]
+    memory_check: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +89,10 @@ class ValidateJob:
     """Whose state the profile counts: the run has it too."""
 
 
+LEAST_S = 900.0
+"""A profile or trial may take so long, or longer where its layers are known to."""
+STEP_S = 120.0
+"""The same for one step of a plan."""
 STATE_FACTOR = {"adamw": 2.0, "none": 0.0}
 """Bytes of an optimizer's state per byte of parameters."""
 
@@ -93,7 +114,8 @@ def profile_workload(
     `rehearsed`. `tell` hears how far it has come."""
     began = time.perf_counter()
     device = work.place(world.rank)
-    mine = _ring(work, world, device, tell).measure(repeats, warm_up, levels)
+    rounds = rounds_of(repeats, warm_up, levels, world.size)
+    mine = _ring(work, world, device, tell, rounds).measure(repeats, warm_up, levels)
     free(device)
     found: dict[tuple[int, int], Link] = {}
     if world.size > 1 and links:
@@ -102,29 +124,37 @@ def profile_workload(
         about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
     profile = _profile(work, world, device, mine, found, state_factor, about)
     if links:
-        profile = profile.with_costs(profile.costs.replace(host_link=measure_host_link(world, device)))
+        copy_sum = measure_sum(world, device, transport=work.transport(world))
+        measured = profile.costs.replace(host_link=measure_host_link(world, device), copy_sum=copy_sum)
+        profile = profile.with_costs(measured)
     if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
         tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)
-        with closing(TimedRun(work, plan, world, profile)) as run:
+        with closing(TimedRun(work, plan, world, profile, timeout_s=step_limit_s(plan, profile))) as run:
             warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
             for k in range(warm_up + 3):
                 run.step(timed=k >= warm_up)
-            profile = rehearsed(profile, plan, run.timelines, world)
+            profile = rehearsed(profile, plan, run.timelines, world, arrivals=run.knows_arrivals)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
 
 
-def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobody) -> LayerRing:
+def step_limit_s(plan: Plan, profile: Profile) -> float:
+    """How long a rank may wait for another one in a step of the plan: ten times the step, on a machine that is busy."""
+    return max(STEP_S, 10e-3 * simulate(plan, profile.costs).makespan_ms)
+
+
+def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobody, rounds: int = 0) -> LayerRing:
     layers = work.layers(device)
     return LayerRing(
         layers,
         work.batch(device, 1)[0],
         work.loss(layers),
-        work.batch(device, 1, step=1)[0],
+        work.targets(device, 1)[0],
         groups=work.groups,
         group=world.control,
         tell=tell,
+        rounds=rounds,
         precision=work.precision,
         graphs=work.graphs,
     )
@@ -215,11 +245,18 @@ def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
     return replace(plan, orders=tuple(orders)).check("rehearsal")
 
 
-def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World) -> Profile:
+MOST_CROWDED = 8.0
+"""The most by which transfers are taken to be slower beside exchanges than alone."""
+
+
+def rehearsed(
+    profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World, *, arrivals: bool = False
+) -> Profile:
     """The profile corrected by measured steps of `rehearsal_plan`: ops of whole stages, fed by transfers.
 
     One factor per op kind, measured over predicted time at work, and what passes between two ops of a rank when
-    nothing has to be waited for.
+    nothing has to be waited for. Links were measured alone; where layers exchange tokens, transfers share the way with
+    them, and the timelines show by how much they are slower (`arrivals`: they have the device's own arrival times).
     """
     predicted = predict(plan, replace(profile, op_overhead_ms=0.0, fused_factor=1.0))
     errors = [compare(predicted, timeline).kind_error for timeline in seen]
@@ -227,7 +264,8 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
         kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIWB"
     }
     overhead = float(np.median([g for timeline in seen for g in gaps_ms(timeline)] or [0.0]))
-    factors, overhead = world.gather((factors, max(0.0, overhead)))[0]
+    crowded = _crowding(predicted, seen) if arrivals and profile.costs.segments is not None else 1.0
+    factors, overhead, crowded = world.gather((factors, max(0.0, overhead), crowded))[0]
     apart, together = profile.costs.input_ms.sum(), profile.costs.weight_ms.sum()
     split = (factors["I"] * apart + factors["W"] * together) / max(apart + together, 1e-9)
 
@@ -236,6 +274,8 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
             forward_ms=factors["F"] * costs.forward_ms,
             input_ms=factors["I"] * costs.input_ms,
             weight_ms=factors["W"] * costs.weight_ms,
+            network=_slower(costs.network, crowded),
+            copy_sum=None if costs.copy_sum is None else _slower_link(costs.copy_sum, crowded),
         )
 
     return replace(
@@ -244,8 +284,31 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
         partial={level: scaled(table) for level, table in profile.partial.items()},
         op_overhead_ms=overhead,
         fused_factor=float(factors["B"] / split) if split > 0 else 1.0,
-        about={**profile.about, "rehearsal": factors},
+        about={**profile.about, "rehearsal": factors, "transfers_crowded": round(crowded, 4)},
     )
+
+
+def _crowding(predicted: Timeline, seen: Sequence[Timeline]) -> float:
+    """Measured over predicted time of a transfer, the median over all of them."""
+    alone = predicted.transfers.end_ms - predicted.transfers.start_ms
+    took = [timeline.transfers.end_ms - timeline.transfers.start_ms for timeline in seen]
+    ratios = np.concatenate([t[alone > 0] / alone[alone > 0] for t in took])
+    return float(np.clip(np.median(ratios), 1.0, MOST_CROWDED)) if ratios.size else 1.0
+
+
+def _slower(network: Network, factor: float) -> Network:
+    if factor == 1.0:
+        return network
+    return replace(
+        network,
+        intra=_slower_link(network.intra, factor),
+        inter=_slower_link(network.inter, factor),
+        pairs={pair: _slower_link(link, factor) for pair, link in network.pairs.items()},
+    )
+
+
+def _slower_link(link: Link, factor: float) -> Link:
+    return Link(latency_ms=factor * link.latency_ms, ms_per_byte=factor * link.ms_per_byte)
 
 
 def gaps_ms(timeline: Timeline) -> list[float]:
@@ -266,7 +329,7 @@ def side_by_side(
     rounds: int = 11,
     warm_up: int = 2,
     levels: Iterable[int] = (1,),
-) -> tuple[Profile, dict[str, Trial]]:
+) -> tuple[Profile, dict[str, MeasuredSteps]]:
     """A new profile and every plan's trial, taken in turns: each round times all layers once, makes one step of the
     rehearsal and one of every plan. For machines whose speed drifts from second to second: a drift meets them all.
 
@@ -292,7 +355,7 @@ def side_by_side(
         return fresh, {name: run.trial() for name, run in zip(plans, runs)}
 
 
-def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "directed") -> Fidelity:
+def fidelity(plan: Plan, profile: Profile, trial: MeasuredSteps, *, channel: Channel = "directed") -> Fidelity:
     """A trial against its prediction."""
     predicted = predict(plan, profile, channel=channel)
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
@@ -300,9 +363,12 @@ def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "
 
 def profile_task(seat: Seat, job: ProfileJob) -> Profile:
     """`octopipe profile`, on every rank; tells [what is done now, the share done before]."""
+    world = World.make(None, None, None)
+    if job.memory_check:
+        check_device_memory(job.work, world.size, job.work.place(world.rank))
     return profile_workload(
         job.work,
-        World.make(None, None, None),
+        world,
         repeats=job.repeats,
         warm_up=job.warm_up,
         state_factor=job.state_factor,
@@ -311,7 +377,7 @@ def profile_task(seat: Seat, job: ProfileJob) -> Profile:
     )
 
 
-def validate_task(seat: Seat, job: ValidateJob) -> tuple[Trial, Profile]:
+def validate_task(seat: Seat, job: ValidateJob) -> tuple[MeasuredSteps, Profile]:
     """`octopipe validate`, on every rank."""
     world, profile = World.make(None, None, None), job.profile
     if job.work.compiles and not job.profile_again:
@@ -331,6 +397,7 @@ def validate_task(seat: Seat, job: ValidateJob) -> tuple[Trial, Profile]:
         warm_up=job.warm_up,
         channel=job.channel,
         optimizer=job.optimizer,
+        timeout_s=step_limit_s(job.plan, profile),
     )
     return trial, profile
 
@@ -341,18 +408,30 @@ def on_ranks(
     job: Any,
     *,
     device: str,
-    timeout_s: float = 900.0,
+    timeout_s: float = LEAST_S,
     listen: Callable[[Any], None] | None = None,
     share_percent: float | None = None,
 ) -> list[Any]:
     """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS, each with
     `share_percent` of its multiprocessors (default: see `Mps.start`). `listen` gets what the first rank tells."""
+    from octopipe.runtime.ranks.launch import GROUP_TIMEOUT_S, RankError, run_ranks
+
+    usual: dict[str, Any] = {"timeout_s": timeout_s, "listen": listen}
+    usual["group_timeout_s"] = max(GROUP_TIMEOUT_S, timeout_s)
+    try:
+        if device == "cpu":
+            return run_ranks(task, nproc, job, environment=STEADY_MEMORY, **usual)
+        return _on_gpus(task, nproc, job, share_percent, usual)
+    except RankError as error:
+        if UNFIT in str(error):
+            raise DoesNotFitError(str(error)) from None
+        raise
+
+
+def _on_gpus(task: Work, nproc: int, job: Any, share_percent: float | None, usual: dict[str, Any]) -> list[Any]:
     from octopipe.runtime.measure.mps import Mps
     from octopipe.runtime.ranks.launch import run_ranks
 
-    usual: dict[str, Any] = {"timeout_s": timeout_s, "listen": listen}
-    if device == "cpu":
-        return run_ranks(task, nproc, job, environment=STEADY_MEMORY, **usual)
     # Counted without initialising CUDA here: a process that has done so before MPS started stays outside it.
     gpus = torch.cuda.device_count()
     if gpus == 0:

@@ -21,7 +21,7 @@ from octopipe.runtime.measure.trial import gaps_ms
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat
 from octopipe.runtime.ranks.world import World
-from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, Run, tune_measured
+from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, Run, reduced_ms, tune_measured
 from octopipe.search.tuner import tune
 from octopipe.simulation.timeline import Timeline
 
@@ -50,6 +50,8 @@ class MeasuredTuneJob:
     """Of each search, instead of its time."""
     optimizer: str = "none"
     """Whose state the profile counts: the runs have it too."""
+    timeout_s: float = 120.0
+    """How long a rank waits for another one."""
 
 
 def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:
@@ -121,10 +123,10 @@ def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[
 def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes: Sequence[float] = ()) -> Ran:
     """What the timed steps of a plan showed, from their timelines."""
     gaps = [gap for timeline in timelines for gap in gaps_ms(timeline)]
-    makespans = [t.makespan_ms for t in timelines]
-    middle = timelines[int(np.argsort(makespans)[len(makespans) // 2])]
+    steps = [reduced_ms(t) for t in timelines]
+    middle = timelines[int(np.argsort(steps)[len(steps) // 2])]
     return Ran(
-        steps_ms=tuple(makespans),
+        steps_ms=tuple(steps),
         op_ms=np.median([t.spans.end_ms - t.spans.start_ms for t in timelines], axis=0),
         start_ms=middle.spans.start_ms,
         gap_ms=max(0.0, float(np.median(gaps or [0.0]))),
@@ -135,7 +137,7 @@ def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes
 
 def _run(job: MeasuredTuneJob, world: World, plan: Plan, profile: Profile) -> Ran:
     """A few timed steps of a plan on all ranks (collective)."""
-    with closing(TimedRun(job.work, plan, world, profile, optimizer=job.optimizer)) as run:
+    with closing(TimedRun(job.work, plan, world, profile, optimizer=job.optimizer, timeout_s=job.timeout_s)) as run:
         warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + job.steps):
             run.step(timed=k >= warm_up)

@@ -52,6 +52,8 @@ class Workload:
     """Ops are captured as CUDA graphs and replayed, where they can be."""
     checkpointed: tuple[int, ...] = ()
     """Layers that keep their input alone and run again inside their backward."""
+    frozen: tuple[int, ...] = ()
+    """Layers whose parameters are not trained."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -109,7 +111,7 @@ class Workload:
             layers = build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
         else:
             layers = self.spec.layers(dtype=dtype, device=device, seed=self.seed)
-        return with_checkpoints(layers, self.checkpointed)
+        return with_frozen(with_checkpoints(layers, self.checkpointed), self.frozen)
 
     @staticmethod
     def loss(layers: Sequence[Callable[[], nn.Module] | nn.Module]) -> Callable[..., Tensor]:
@@ -120,18 +122,39 @@ class Workload:
     def groups(self) -> tuple[int, ...]:
         """Equal layers share a number."""
         groups = self.spec.groups if isinstance(self.spec, HfModel) else groups_of_spec(self.spec)
-        again = max(groups, default=0) + 1  # a layer that is checkpointed takes longer than one that is not
-        return tuple(g + again * (k in self.checkpointed) for k, g in enumerate(groups))
+        # A layer that is checkpointed takes longer than one that is not, and one that is frozen has no W, or, before
+        # all layers that are trained, no backward at all.
+        again = max(groups, default=0) + 1
+        first = next((k for k in range(len(groups)) if k not in self.frozen), 0)
+        more = ((k in self.checkpointed) + 2 * (k in self.frozen) + 4 * (k < first) for k in range(len(groups)))
+        return tuple(g + again * extra for g, extra in zip(groups, more, strict=True))
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What every layer is, in words."""
         return self.spec.kinds if isinstance(self.spec, HfModel) else tuple(kind_of(layer) for layer in self.spec)
 
-    def batch(self, device: torch.device, count: int, step: int = 0) -> list[Tensor]:
-        """Random tokens of `count` micro-batches, the same on every rank."""
+    def batch(self, device: torch.device, count: int) -> list[Any]:
+        """Made-up inputs of `count` micro-batches, the same on every rank: random tokens, and where the model has an
+        encoder, as many images or recordings as there are on average."""
+        form = self.spec.inputs if isinstance(self.spec, HfModel) else None
+        if form is None:
+            return self._tokens(device, count, step=0, length=self.tokens)
+        out = []
+        items = form.typical(self.micro_batch_size)
+        for m, tokens in enumerate(self._tokens(torch.device("cpu"), count, step=0, length=self.tokens + 1)):
+            seeds = [self.seed + m * self.micro_batch_size + row for row in range(self.micro_batch_size)]
+            inputs, _ = form.made_up(tokens, items, seed=seeds, dtype=PARAMETER_DTYPES[self.precision])
+            out.append({name: value.to(device) for name, value in inputs.items()})
+        return out
+
+    def targets(self, device: torch.device, count: int) -> list[Tensor]:
+        """Random next tokens of `count` micro-batches."""
+        return self._tokens(device, count, step=1, length=self.tokens)
+
+    def _tokens(self, device: torch.device, count: int, *, step: int, length: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 7919 * step)
-        shape = (self.micro_batch_size, self.tokens)
+        shape = (self.micro_batch_size, length)
         return [torch.randint(self.spec.vocab, shape, generator=generator).to(device) for _ in range(count)]
 
 
@@ -140,17 +163,34 @@ def with_checkpoints(
 ) -> Sequence[Callable[[], nn.Module] | nn.Module]:
     """The layers, some of which run again inside their backward. They stay the modules they are: names, hooks and saved
     state do not change, only what `forward` keeps."""
+
+    def checkpoints(module: nn.Module) -> None:
+        module.forward = _again(module.forward)  # type: ignore[method-assign]
+
+    return _changed(layers, which, checkpoints)
+
+
+def with_frozen(
+    layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int]
+) -> Sequence[Callable[[], nn.Module] | nn.Module]:
+    """The layers, some of which are not trained."""
+    return _changed(layers, which, lambda module: module.requires_grad_(False))
+
+
+def _changed(
+    layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int], change: Callable[[nn.Module], Any]
+) -> Sequence[Callable[[], nn.Module] | nn.Module]:
     if not which:
         return layers
 
     def wrapped(make: Callable[[], nn.Module] | nn.Module) -> Callable[[], nn.Module] | nn.Module:
         if isinstance(make, nn.Module):
-            make.forward = _again(make.forward)  # type: ignore[method-assign]
+            change(make)
             return make
 
         def made() -> nn.Module:
             module = make()
-            module.forward = _again(module.forward)  # type: ignore[method-assign]
+            change(module)
             return module
 
         return made

@@ -25,17 +25,17 @@ Made = dict[str, Any]
 
 
 def norm(kind: spec.Norm, width: int, eps: float, made: Made) -> nn.Module:
-    """A fresh norm of `width`."""
+    """A new norm for vectors of `width` entries."""
     return nn.RMSNorm(width, eps=eps, **made) if kind == "rms" else nn.LayerNorm(width, eps=eps, **made)
 
 
 def empty(*shape: int, made: Made) -> nn.Parameter:
-    """A parameter without values yet."""
+    """A parameter whose values are not initialised yet."""
     return nn.Parameter(torch.empty(*shape, **made))
 
 
 def at_least_float32(made: Made) -> Made:
-    """For parameters that low precision would freeze (decay rates, time steps)."""
+    """The same keywords with at least float32, for parameters that updates in low precision would leave unchanged."""
     dtype = made.get("dtype")
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     return {**made, "dtype": wide}
@@ -62,7 +62,7 @@ class Residual(nn.Module):
         self.post_norm = norm(kind, width, eps, made) if post_norm else None
 
     def inner(self, x: Tensor) -> Tensor:
-        """What the layer adds to the stream."""
+        """What the layer adds to the residual stream."""
         raise NotImplementedError
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Residual(nn.Module):
         return hidden + (out if self.post_norm is None else self.post_norm(out))
 
     def special_init(self, generator: torch.Generator) -> None:
-        """Parameters whose start is neither normal (matrices), zero (biases) nor one (norms)."""
+        """Initialise the parameters that are neither normal (matrices), zero (biases) nor one (norms)."""
 
 
 class Embedding(nn.Module):
@@ -137,7 +137,7 @@ def inverse_softplus(x: Tensor) -> Tensor:
 
 
 def time_step_bias(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Mamba's start: time steps spread evenly in the logarithm from 0.001 to 0.1."""
+    """Mamba's initialisation: time steps from 0.001 to 0.1, evenly spaced on a logarithmic scale."""
     low, high = math.log(1e-3), math.log(1e-1)
     steps = torch.rand(shape, generator=generator, device=device) * (high - low) + low
     return inverse_softplus(steps.exp())

@@ -66,7 +66,7 @@ def build_layers(
 
 
 def tie(modules: Iterable[nn.Module]) -> None:
-    """Make parameters of one tie name one parameter, for modules that live together; the first one stays."""
+    """Replace parameters of the same tie name by the first of them, for modules in one process."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, key in getattr(module, "tied_to", {}).items():
@@ -134,7 +134,8 @@ def _generator(seed: int, index: int, device: torch.device) -> torch.Generator:
 
 
 def _start(module: nn.Module, generator: torch.Generator, num_layers: int) -> None:
-    """Matrices normal (those that write to the stream smaller with depth), norms one, biases zero."""
+    """Initialise matrices from a normal distribution (smaller with depth for those that write to the residual stream),
+    norms with one and biases with zero."""
     for name, parameter in module.named_parameters():
         last = name.rsplit(".", 2)
         if parameter.ndim >= 2:

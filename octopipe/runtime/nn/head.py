@@ -77,7 +77,8 @@ class Head(nn.Module):
 
 
 def block_slopes(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of a block of rows: log p of each target, and the loss's slope by each logit (p, less 1 at the target)."""
+    """For a block of rows: log p of every target, and the gradient of the loss with respect to every logit (p, minus 1
+    at the target)."""
     picked = torch.log_softmax(logits, -1, dtype=wide).gather(1, index)
     # p - 1 from the exact log p: the rounded p would leave nothing of it where p is near 1.
     slopes = torch.softmax(logits, -1).to(dtype).scatter_(1, index, picked.expm1().to(dtype))
@@ -85,7 +86,7 @@ def block_slopes(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.
 
 
 def _fusible_slopes(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same, written for a compiler: one kernel that reads the logits twice and writes the slopes once."""
+    """The same, written for torch.compile: one kernel that reads the logits twice and writes the gradients once."""
     values = logits.to(wide)
     lse = values.logsumexp(-1, keepdim=True)
     picked = values.gather(1, index) - lse
@@ -168,7 +169,7 @@ class LeanCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedSlopes:
-    """A block of slopes at a time, each computed from its logits again and gone before the next."""
+    """Yields the gradients of one block of logits at a time; each is recomputed, and freed before the next."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, index: Tensor, block: int):
         self._hidden, self._weight, self._index, self._block = hidden, weight.to(hidden.dtype), index, block
@@ -185,7 +186,7 @@ class ChunkedSlopes:
 def _add_chunked(
     param: Tensor, layout: Layout, hidden: Tensor, weight: Tensor, index: Tensor, scale: Tensor, block: int
 ) -> None:
-    """W of a chunked loss: the weight's gradient, block by block."""
+    """W of a chunked loss: adds up the weight's gradient block by block."""
     for rows, slopes in ChunkedSlopes(hidden, weight, index, block):
         add_product(param, layout, slopes, (hidden[rows] * scale[rows]).to(hidden.dtype))
 

@@ -26,7 +26,8 @@ and what is left of its row is the target's slope alone."""
 
 
 def block_shares(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block of rows: log(sum(exp)), the logit at `index`, and the softmax over the shard's words."""
+    """For a block of rows: log(sum(exp)), the logit at `index`, and the softmax over the shard's part of the
+    vocabulary."""
     values = logits.to(wide)
     lse = values.logsumexp(-1, keepdim=True)
     return lse, values.gather(1, index), (values - lse).exp().to(dtype)
@@ -104,5 +105,5 @@ def partial_of_hidden(
 
 
 def takes(hidden: Tensor) -> bool:
-    """Whether slopes divided by a small share can be written in this dtype: float16 ends at 65,504."""
+    """Whether this dtype can represent gradients divided by a small share; the largest float16 is 65,504."""
     return hidden.dtype is not torch.float16

@@ -57,12 +57,12 @@ class Kernels:
     loss: str = "lean"
 
     def told(self) -> dict[str, str]:
-        """For a profile."""
+        """The kernels in words, for a profile."""
         return {"scan": self.scan, "delta": self.delta, "attention": self.attention, "loss": self.loss}
 
 
 def require(words: Sequence[str], device: torch.device | str, known: Sequence[str]) -> None:
-    """Raise one line unless all of these kernels can run."""
+    """Raise an error of one line unless all of these kernels can run."""
     for word in words:
         if word not in known:
             raise OctoPipeError(f"--kernels {word[:40]}: give some of {', '.join(known)}, separated by commas")

@@ -32,7 +32,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Rows in the order of `to`, whose inverse is `back`."""
+    """Permutes rows into the order `to`; `back` is the inverse permutation."""
 
     @staticmethod
     def forward(ctx, x: Tensor, to: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]

@@ -84,6 +84,7 @@ def warm_up(*also: str) -> Any:
     Optional: calling it early lets that happen while this process does something else. `also`: modules that ranks would
     each load for themselves; they count where no server runs yet.
     """
+    _refuse_while_importing()
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     allow_descriptors(LEAST_DESCRIPTORS)
@@ -93,6 +94,16 @@ def warm_up(*also: str) -> Any:
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return context
+
+
+def _refuse_while_importing() -> None:
+    """A new rank imports the script that started it. If the script starts ranks again while it is imported, that never
+    ends."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise OctoPipeError(
+            "this script starts ranks while it is imported, and every rank imports it; put the calls that start them "
+            'under `if __name__ == "__main__":`'
+        )
 
 
 def run_ranks(
@@ -130,6 +141,7 @@ def run_ranks(
     if size == 1 and not environment:
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
+    _refuse_while_importing()
     open_standard_streams()
     allow_descriptors(LEAST_DESCRIPTORS + 8 * size)
     store = local_store()
@@ -226,8 +238,14 @@ def _is_first_to_fail() -> bool:
 
 
 def _end_server() -> None:
-    """Let the fork server end before we do: it would take a moment longer, and look like an orphan."""
-    end = getattr(getattr(forkserver, "_forkserver", None), "_stop", None)
+    """Let the fork server end before we do: it would take a moment longer, and look like an orphan. All ranks have
+    ended by now. A server that is still loading libraries is not waited for: the error has been printed by then."""
+    server = getattr(forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+    end = getattr(server, "_stop", None)
     if end is not None:
         end()
 

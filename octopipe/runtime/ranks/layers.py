@@ -94,16 +94,20 @@ class Layers:
         """Whether FSDP2 temporarily replaces its shards by whole parameters."""
         self.named: dict[str, nn.Parameter] = self._named_now()
         self._layers_of: dict[int, set[int]] = {}
+        self._shared: list[Shared] = []
+        self._find_holders(members)
+
+    def _find_holders(self, members: Mapping[str, set[str]]) -> None:
+        """Record, for every parameter of this rank, its layers here and the ranks that hold it or one tied to it."""
         for k, module in self.modules.items():
             for parameter in module.parameters():
                 # The loss's gradients are complete with the last layer's.
-                self._layers_of.setdefault(id(parameter), set()).add(min(k, last - 1))
-        self._shared: list[Shared] = []
+                self._layers_of.setdefault(id(parameter), set()).add(min(k, self.loss_layer - 1))
         for name, parameter in self.named.items():
             key = self._canonical.get(name, name)
             everywhere = {int(n.split(".", 1)[0]) for n in members.get(key, {name})}
             # A part of a layer that is cut is nobody else's.
-            holders = {world.rank} if self.is_cut(name) else set().union(*(self.ranks_of[k] for k in everywhere))
+            holders = {self.world.rank} if self.is_cut(name) else set().union(*(self.ranks_of[k] for k in everywhere))
             self._shared.append(
                 Shared(
                     key=key,

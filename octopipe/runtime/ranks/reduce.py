@@ -2,12 +2,19 @@
 
 Knows: which parameters are shared across ranks, and how their gradients are reduced. Does not know: schedules; the
 executor reports when the gradients of a layer are complete, and every reduction that can start then does, so that
-reductions overlap with the rest of the cool-down.
+reductions overlap with the rest of the cool-down. The prediction (`simulation/simulator.py`) assumes the same.
 
 Within a pipeline, gradients are summed over the holders of a parameter (every holder processed other micro-batches, or
 uses the parameter elsewhere). Across data-parallel pipelines they are averaged, because the loss is the mean over all
-pipelines. A bucket contains parameters with the same holders, the same data dimensions and the same dtype. Every rank
-starts its buckets in one global order, so that no two ranks start two reductions in opposite orders.
+pipelines. A bucket contains parameters with the same holders, the same data dimensions and the same dtype. It goes
+through one reduction after the other: over the holders, then along each data dimension. Every rank starts all of a
+bucket's reductions before those of the next bucket, in one global order of buckets, so that no two ranks start two
+reductions in opposite orders, and what a host waits for never waits for a later one.
+
+NCCL reduces on its own stream, and what follows a reduction is queued on a stream of its own; gloo reduces in its
+threads, and the next reduction of a bucket starts between two ops; ranks that share a GPU use `ring_group.py`. Only
+gloo with CUDA tensors (data-parallel pipelines on one GPU) reduces after the last op, because the host would have to
+wait for the device.
 
 A parameter without a gradient on any rank keeps `.grad` None, as on one device, because an optimizer must not decay
 frozen or unused parameters. Frozen parameters are in no bucket. For the others, every bucket contains one flag per
@@ -18,6 +25,7 @@ its own gradients is missing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -28,8 +36,10 @@ from torch import Tensor, nn
 from octopipe.plans.plan import Plan
 from octopipe.runtime.precision import gradient_dtype
 from octopipe.runtime.ranks.meshes import Reach
-from octopipe.runtime.ranks.world import Group, all_reduce, needs_host
+from octopipe.runtime.ranks.ring_group import RingGroup, RingSum
+from octopipe.runtime.ranks.world import Group, StreamWork, all_reduce, needs_host
 from octopipe.runtime.wire.telling import PeerError
+from octopipe.runtime.wire.transports.ring import proceed_all
 
 BUCKET_BYTES = 25 << 20
 
@@ -65,6 +75,8 @@ class Bucket:
     """The gradients one after the other, then a flag for each that is there."""
     works: list[Any] = field(default_factory=list)
     """Reductions begun, of those that it goes through one after the other."""
+    divided: bool = False
+    """Whether the sum over holders was divided, for the mean over data-parallel pipelines."""
 
     def describe(self) -> str:
         return f"the gradient reduction of layers {sorted(self.layers)} with ranks {list(self.holders)}"
@@ -96,6 +108,10 @@ class Reducer:
         )
         self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
         self._trainable: tuple[bool, ...] = ()
+        self._on_rings = False
+        """Whether sums of this step go through rings, which go on while the host attends to them."""
+        self._side: Any = None
+        """On a GPU: the stream on which a bucket passes from one reduction to the next."""
         self.buckets: list[Bucket] = []
         self._build()
 
@@ -151,7 +167,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.waits_for = set(bucket.layers)
             bucket.before = [p.grad for p in bucket.parameters]
-            bucket.flat, bucket.works = None, []
+            bucket.flat, bucket.works, bucket.divided = None, [], False
             for p in bucket.parameters:
                 p.grad = None
 
@@ -166,22 +182,67 @@ class Reducer:
         """These layers get no more gradient in this step."""
         for bucket in self.buckets:
             bucket.waits_for.difference_update(layers)
-        while self._next < len(self.buckets) and not self.buckets[self._next].waits_for:
-            if self._through_host(self.buckets[self._next]):
-                return  # the host would have to wait for the device: when all of the step is issued
-            self._start(self.buckets[self._next])
+        self.advance()
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether `advance` should be called between ops: reductions go on only while the host attends to them."""
+        paths = [self._groups_for(s.holders, self._reach(s)) for s in self._shared]
+        return any(len(path) > 1 or any(isinstance(group, RingGroup) for group in path) for path in paths)
+
+    def advance(self) -> None:
+        """Begin every reduction whose turn has come, as far as the host does not have to wait."""
+        if self._on_rings:
+            proceed_all()
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.waits_for or self._through_host(bucket):
+                return
+            while self._unfinished(bucket):
+                if bucket.works and not _over(bucket.works[-1]):
+                    return
+                self._begin_next(bucket)
             self._next += 1
 
+    def _unfinished(self, bucket: Bucket) -> bool:
+        """Whether a reduction of this bucket is still to begin."""
+        return bucket.flat is None or len(bucket.works) < len(self._path(bucket))
+
     def _through_host(self, bucket: Bucket) -> bool:
-        return any(needs_host(group, bucket.parameters[0]) for group in self._path(bucket))
+        return any(
+            not isinstance(group, RingGroup) and needs_host(group, bucket.parameters[0]) for group in self._path(bucket)
+        )
 
     def _path(self, bucket: Bucket) -> list[Group]:
         """The groups a bucket is reduced over, one after the other."""
-        first = [self._groups[bucket.holders]] if len(bucket.holders) > 1 else []
-        return first + [self._axes[name] for name in bucket.reach.axes]
+        return self._groups_for(bucket.holders, bucket.reach)
 
-    def _start(self, bucket: Bucket) -> None:
-        """Gather a bucket's gradients and begin its first reduction."""
+    def _groups_for(self, holders: tuple[int, ...], reach: Reach) -> list[Group]:
+        first = [self._groups[holders]] if len(holders) > 1 else []
+        return first + [self._axes[name] for name in reach.axes]
+
+    def _begin_next(self, bucket: Bucket) -> None:
+        """Gather a bucket's gradients, if that has not happened, and begin its next reduction."""
+        if bucket.flat is None:
+            self._gather(bucket)
+        assert bucket.flat is not None
+        path, step = self._path(bucket), len(bucket.works)
+        with self._beside(bucket) if step else nullcontext():
+            if step:
+                wait_for(bucket.works[-1], self._timeout_s, bucket.describe())
+            if step == _summed(bucket):
+                self._divide(bucket)
+            if step == len(path):
+                return
+            group = path[step]
+            if isinstance(group, RingGroup):
+                self._on_rings = True
+                bucket.works.append(group.all_reduce(bucket.flat))
+            else:
+                bucket.works.append(all_reduce(group, bucket.flat))
+
+    def _gather(self, bucket: Bucket) -> None:
+        """A bucket's gradients in one row."""
         grads = [p.grad for p in bucket.parameters]
         bucket.missing = any(g is None for g in grads)
         with torch.no_grad():
@@ -192,38 +253,48 @@ class Reducer:
             bucket.flat = torch.cat([*parts, flags])
         for p in bucket.parameters:
             p.grad = None  # it is in `flat`: twice would be more memory than a plan counts on
-        self._advance(bucket)
 
-    def _advance(self, bucket: Bucket) -> bool:
-        """Begin a bucket's next reduction; False where there is none left."""
+    def _divide(self, bucket: Bucket) -> None:
+        """Summed over holders, averaged over the rest: divided between the two."""
         assert bucket.flat is not None
-        path, step = self._path(bucket), len(bucket.works)
-        # Summed over holders, averaged over the rest: divided between the two.
-        if step == (1 if len(bucket.holders) > 1 else 0):
-            by = bucket.reach.divisor
-            for name in bucket.reach.axes:
-                by *= self._axes[name].size()
-            if by > 1:
-                bucket.flat.div_(by)
-        if step >= len(path):
-            return False
-        bucket.works.append(all_reduce(path[step], bucket.flat))
-        return True
+        by = bucket.reach.divisor
+        for name in bucket.reach.axes:
+            by *= self._axes[name].size()
+        if by > 1:
+            bucket.flat.div_(by)
+        bucket.divided = True
+
+    def _beside(self, bucket: Bucket) -> AbstractContextManager[Any]:
+        """Beside the computation: on a GPU, a stream of its own. What goes through the host is copied after it."""
+        assert bucket.flat is not None
+        if not bucket.flat.is_cuda or self._through_host(bucket):
+            return nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream(bucket.flat.device)
+        return torch.cuda.stream(self._side)
 
     def finish(self) -> None:
         """Wait for all reductions and assign the sums."""
-        while self._next < len(self.buckets):  # layers that ran no op in this step, and what goes through the host
-            self._start(self.buckets[self._next])
-            self._next += 1
-        going = [b for b in self.buckets if b.works]
-        while going:
-            for bucket in going:
-                wait_for(bucket.works[-1], self._timeout_s, bucket.describe())
-            going = [bucket for bucket in going if self._advance(bucket)]
+        # Layers that ran no op in this step, reductions that wait for others, and what goes through the host.
+        for bucket in self.buckets[self._next :]:
+            while self._unfinished(bucket):
+                self._begin_next(bucket)
+        self._next = len(self.buckets)
         for bucket in self.buckets:
+            if bucket.works:
+                wait_for(bucket.works[-1], self._timeout_s, bucket.describe())
+            if not bucket.divided:
+                self._divide(bucket)
             self._place(bucket)
+        self._on_rings = False
         for p in self._tensors:
             _settle(p)
+
+    def close(self) -> None:
+        """Give back what groups hold outside this process."""
+        for group in self._groups.values():
+            if isinstance(group, RingGroup):
+                group.close()
 
     def _place(self, bucket: Bucket) -> None:
         assert bucket.flat is not None
@@ -235,6 +306,18 @@ class Reducer:
             _put(p, bucket.flat[at : at + size], before, found)
             at += size
         bucket.flat, bucket.works, bucket.before = None, [], []
+
+
+def _summed(bucket: Bucket) -> int:
+    """After how many of its reductions a bucket is summed over its holders."""
+    return 1 if len(bucket.holders) > 1 else 0
+
+
+def _over(work: Any) -> bool:
+    """Whether the host can go on from a reduction without waiting: on a GPU it is the device that waits."""
+    if isinstance(work, RingSum):
+        return work.over()
+    return isinstance(work, StreamWork) or bool(work.is_completed())
 
 
 def wait_for(work: Any, timeout_s: float, what: str) -> None:

@@ -13,7 +13,7 @@ weights, `training`, attributes) is checked before every step; if it has changed
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octopipe.runtime.stages.chain import StageChain
-from octopipe.runtime.stages.wgrad_ops import is_distributed
+from octopipe.runtime.stages.weight_queue import is_distributed
 from octopipe.runtime.torch_private import known_groups
+from octopipe.runtime.turns import exchanges_started
 
 _SCALARS = (int, float, bool, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,6 +53,25 @@ def fixed_reason(chain: StageChain) -> str:
             if not parameter.is_cuda:
                 return f"{name} has a parameter on the host"
     return ""
+
+
+def reasons_of_shared_parameters(chains: Mapping[int, StageChain], reasons: Mapping[int, str]) -> dict[int, str]:
+    """Why further stages stay eager: they share a parameter with a stage that does (a copy of a layer, a tied weight).
+
+    torch adds a parameter's gradient through one node, on the stream on which the node was made. While an eager
+    micro-batch is in flight that node is the default stream's, and a capture of another stage that differentiates the
+    same parameter would have to wait for that stream, which CUDA does not allow.
+    """
+    held = {number: {id(p) for m in modules_of(c) for p in m.parameters(recurse=False)} for number, c in chains.items()}
+    found: dict[int, str] = {}
+    eager = list(reasons)
+    while eager:
+        origin = eager.pop()
+        for number, mine in held.items():
+            if number not in reasons and number not in found and mine & held[origin]:
+                found[number] = f"it shares a parameter with stage {origin}, which runs without graphs"
+                eager.append(number)
+    return found
 
 
 class Facts:
@@ -144,6 +164,8 @@ class Watch:
 class _Draws:
     """Detects which layer of a stage draws random numbers, on the host or on the device."""
 
+    octopipe_no_state = True  # layers hold it through hooks while it watches: what it notes is not theirs (`places.py`)
+
     def __init__(self, chain: StageChain, seeded: bool):
         self._layers = [
             (stage.first_layer + k, module) for stage, _ in chain.parts for k, module in enumerate(stage.modules)
@@ -180,10 +202,11 @@ class _Draws:
 
 
 def _collectives() -> int:
-    """The number of collectives that this process has started, as far as its groups count them."""
+    """The number of collectives that this process has started, as far as its groups count them, and of exchanges that
+    go past them (DeepEP, rings between ranks that share a GPU)."""
+    total = exchanges_started()
     if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    total = 0
+        return total
     for group in known_groups():
         try:
             total += int(group._get_sequence_number_for_group())

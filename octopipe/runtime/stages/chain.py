@@ -17,6 +17,7 @@ from octopipe.runtime.slots import Cell, Moves
 from octopipe.runtime.stages.offload import HostStore, Parcel
 from octopipe.runtime.stages.run import StageRun
 from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.stages.weight_queue import Between
 
 Autocast = Callable[[], AbstractContextManager[Any]] | None
 Forward = tuple[Any, Any, list[bool] | None]
@@ -92,10 +93,10 @@ class StageChain:
         return gradients
 
     @staticmethod
-    def weight(runs: list[StageRun]) -> None:
+    def weight(runs: list[StageRun], between: Between = None) -> None:
         """W; empties `runs`."""
         while runs:
-            runs.pop().backward_weight()
+            runs.pop().backward_weight(between)
 
     def end_step(self) -> None:
         for stage, _ in self.parts:
@@ -184,6 +185,16 @@ class Ops:
             cell.runs = None
         return StageChain.backward(runs, gradients, fused=fused)
 
-    def weight(self, cell: Cell) -> None:
+    def weight(self, cell: Cell, between: Between = None) -> None:
+        """W; `between` is called after each of its products, where they are issued one by one."""
         runs, cell.runs = cell.runs, None
-        StageChain.weight(runs)
+        StageChain.weight(runs, between)
+
+    def weight_so_far(self, cell: Cell) -> None:
+        """The products that an I under way has left to W until now."""
+        for run in cell.runs if isinstance(cell.runs, list) else ():
+            run.weight_so_far()
+
+    def weight_work(self, cell: Cell) -> int:
+        """Multiplications of a W that is issued product by product; 0 where it is one graph."""
+        return sum(run.weight_work() for run in cell.runs) if isinstance(cell.runs, list) else 0

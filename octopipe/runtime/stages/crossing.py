@@ -77,8 +77,8 @@ def keep_apart(
             replay.elsewhere = Elsewhere(things, None if has_loss else loss_fn).check if things else None
 
 
-def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> None:
-    """Warn about layers with state that several ranks of the plan hold."""
+def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> bool:
+    """Warn about layers with state that several ranks of the plan hold; returns whether there was one."""
     for chain in chains.values():
         for stage, _ in chain.parts:
             holders = sorted(ranks_of.get(stage.first_layer, ()))
@@ -90,7 +90,8 @@ def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Coll
                     "without copies (--no-copies) where they must be one",
                     stacklevel=4,
                 )
-                return
+                return True
+    return False
 
 
 def known_layers(layers: Sequence[Any] | Mapping[int, Any]) -> dict[int, weakref.ref[nn.Module]]:

@@ -1,8 +1,8 @@
 """Ops as CUDA graphs: captured once in the order of the plan and replayed in every following step.
 
 Knows: how F, R, I, W and B of every stage and micro-batch become graphs that share one memory pool, how their inputs
-are copied to the addresses that a graph reads, and where gradients are stored so that graphs can accumulate into them.
-Does not know: which stages qualify (`capturable.py`), plans or transports.
+are copied to the addresses that a graph reads. Does not know: which stages qualify (`capturable.py`), where gradients
+accumulate (`graph_gradients.py`), plans or transports.
 
 Layers that take only a few milliseconds are bound by the host that launches their kernels; a graph launches all kernels
 at once.
@@ -16,29 +16,32 @@ needed. Tensors that graphs pass to each other, to transports and to the loss ar
 stage that qualifies is then captured once as a trial. The fourth step captures each graph and replays it immediately;
 from then on, ops are replayed. An op whose inputs differ in form from the captured ones runs eagerly, together with its
 whole micro-batch. When something changes that graphs depend on (`Facts`), they are dropped and the procedure restarts.
-
-*Gradients.* A graph accumulates into fixed memory: each parameter gets a buffer that is assigned to `.grad` before a
-step (zeroed if `.grad` was None, as after `zero_grad`). Parameters that no backward reaches keep `.grad` None.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.calling import Loss
-from octopipe.runtime.stages.capturable import Facts, Watch, fixed_reason, modules_of
-from octopipe.runtime.stages.chain import Autocast, Forward, Ops, StageChain
+from octopipe.runtime.stages.capturable import (
+    Facts,
+    Watch,
+    fixed_reason,
+    modules_of,
+    reasons_of_shared_parameters,
+)
+from octopipe.runtime.stages.chain import Autocast, Between, Forward, Ops, StageChain
+from octopipe.runtime.stages.graph_gradients import GradientBuffers
 from octopipe.runtime.stages.graph_memory import Graph, Inputs, Pool, viewed
-from octopipe.runtime.torch_private import foreach_zero_
 from octopipe.runtime.values import build, flatten
 
 COLD_STEPS = 2
@@ -48,6 +51,7 @@ WARM_UP_STEPS = COLD_STEPS + 2
 MOST_CAPTURES = 4
 """How often graphs are captured again before giving up, because something changes all the time."""
 COLD, WATCHED, CAPTURING, REPLAYING, OFF = range(5)
+PAIRED = "its ops run in pairs with others"
 _log = logging.getLogger("octopipe.graphs")
 
 
@@ -74,6 +78,12 @@ class Passage:
         self.runs = runs
 
 
+REPLAYED = Passage(None)
+_ONE_TENSOR, _TENSOR_AND_TARGET = (tuple, True, False, False), (tuple, True, False, True)
+"""Forms of the usual inputs of F, a tensor without side inputs: known without taking them apart."""
+NO_INPUTS = Inputs(None, None)
+
+
 class Seen(NamedTuple):
     """The first micro-batch of a stage in the observed step, used for the trial capture."""
 
@@ -87,8 +97,18 @@ class GraphedOps(Ops):
 
     warm_up_steps = WARM_UP_STEPS
 
-    def __init__(self, chains: dict[int, StageChain], autocast: Autocast, device: torch.device):
+    def __init__(
+        self,
+        chains: dict[int, StageChain],
+        autocast: Autocast,
+        device: torch.device,
+        paired: Collection[int] = (),
+    ):
+        """`paired`: stages with ops that the plan runs together with others; they run eagerly. Two ops that change
+        turns cannot be watched apart, and whether they are captured must not differ between ranks that exchange
+        tokens."""
         super().__init__(chains, autocast)
+        self._paired = frozenset(paired)
         self._device = device
         self._phase, self._cold = COLD, 0
         self._captures = 0
@@ -104,12 +124,7 @@ class GraphedOps(Ops):
         self._facts = Facts([])
         """Of the stages that are captured."""
         self._known: list[Any] = []
-        self._buffers: list[tuple[nn.Parameter, Tensor]] = []
-        """The permanent buffers in which gradients of captured stages accumulate."""
-        self._reached: dict[nn.Parameter, torch.dtype] = {}
-        """Parameters that got a gradient in the observed step, with its dtype."""
-        self._late: dict[nn.Parameter, None] = {}
-        """Parameters without a buffer that got a gradient while ops were captured."""
+        self._gradients = GradientBuffers()
 
     @property
     def captured(self) -> int:  # type: ignore[override]
@@ -124,7 +139,9 @@ class GraphedOps(Ops):
         if self._phase in (CAPTURING, REPLAYING) and self._facts.read() != self._known:
             self._drop()
         if self._phase == WATCHED:
-            self.reasons = {s: r for s, chain in self.chains.items() if (r := fixed_reason(chain))}
+            self.reasons = {
+                s: r for s, chain in self.chains.items() if (r := PAIRED if s in self._paired else fixed_reason(chain))
+            }
             self._watch = Watch(self.chains)
             self._watch.reasons.update(self.reasons)
             for chain in self.chains.values():
@@ -136,9 +153,9 @@ class GraphedOps(Ops):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             self._pool = Pool(self._device)
-            self._bind()
+            self._gradients.bind()
         elif self._phase == REPLAYING:
-            self._bind()
+            self._gradients.bind()
 
     def end_step(self, *, whole: bool) -> None:
         if not whole:
@@ -152,8 +169,8 @@ class GraphedOps(Ops):
         elif self._phase == WATCHED:
             self._decide()
         elif self._phase == CAPTURING:
-            if self._late:
-                self._rescue()
+            if self._gradients.rescue():
+                self._drop()  # the next graphs will have buffers for these gradients
                 return
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             self._phase = REPLAYING
@@ -175,6 +192,7 @@ class GraphedOps(Ops):
                 else:
                     self.reasons[number] = "it ran no op in the watched step"
         self._seen.clear()
+        self.reasons.update(reasons_of_shared_parameters(self.chains, self.reasons))
         for number, reason in self.reasons.items():
             self._tell(number, reason)
         if all(number in self.reasons for number in self.chains):
@@ -183,9 +201,9 @@ class GraphedOps(Ops):
         for number, chain in self.chains.items():
             for stage, _ in chain.parts:
                 stage.draws = number in self.reasons
-        self._make_buffers()
-        captured = [chain for number, chain in self.chains.items() if number not in self.reasons]
-        self._facts = Facts([m for chain in captured for m in modules_of(chain)])
+        modules = [m for s, chain in self.chains.items() if s not in self.reasons for m in modules_of(chain)]
+        self._gradients.make(modules)
+        self._facts = Facts(modules)
         self._known, self._phase = self._facts.read(), CAPTURING
 
     def _tell(self, stage: int, reason: str) -> None:
@@ -211,54 +229,8 @@ class GraphedOps(Ops):
     def close(self) -> None:
         """Release the graphs and their memory."""
         self._drop()
-        self._buffers = []
+        self._gradients.release()
         self._phase = OFF
-
-    # -- gradients --------------------------------------------------------------------------------------
-
-    def _look(self, stage: int) -> None:
-        """After a backward: record which parameters have a gradient, before a reduction takes it."""
-        bound = {id(p) for p, _ in self._buffers}
-        for module in modules_of(self.chains[stage]):
-            for parameter in module.parameters(recurse=False):
-                if parameter.grad is None:
-                    continue
-                if self._phase == WATCHED:
-                    self._reached[parameter] = parameter.grad.dtype
-                elif id(parameter) not in bound:
-                    self._late[parameter] = None
-
-    def _make_buffers(self) -> None:
-        stages = [chain for number, chain in self.chains.items() if number not in self.reasons]
-        owned = dict.fromkeys(p for chain in stages for m in modules_of(chain) for p in m.parameters(recurse=False))
-        self._buffers = [
-            (p, torch.zeros_like(p, dtype=self._reached[p], requires_grad=False)) for p in owned if p in self._reached
-        ]
-        self._reached.clear()
-
-    def _bind(self) -> None:
-        """Assign every parameter's buffer to its `.grad`, including its previous value."""
-        fresh = []
-        with torch.no_grad():
-            for parameter, buffer in self._buffers:
-                grad = parameter.grad
-                if grad is buffer:
-                    continue
-                if grad is None:
-                    fresh.append(buffer)
-                else:
-                    buffer.copy_(grad)
-                parameter.grad = buffer
-            if fresh:
-                foreach_zero_(fresh)
-
-    def _rescue(self) -> None:
-        """Copy gradients out of the pool; the next graphs will have buffers for them."""
-        for parameter in self._late:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        self._late.clear()
-        self._drop()
 
     # -- ops --------------------------------------------------------------------------------------------
 
@@ -278,8 +250,13 @@ class GraphedOps(Ops):
                 return super().forward(cell, value, needs, then, seed, side)
         if phase < CAPTURING or phase == OFF or stage in self.reasons:
             return super().forward(cell, value, needs, then, seed, side)
-        given: list[Any] = []
-        form = flatten((value, side, _target(then)), given)
+        target = _target(then)
+        given: list[Any]
+        if side is None and isinstance(value, Tensor) and (target is None or isinstance(target, Tensor)):
+            given, form = [value, None, target], _ONE_TENSOR if target is None else _TENSOR_AND_TARGET
+        else:
+            given = []
+            form = flatten((value, side, target), given)
         key = (stage, cell.micro_batch, "F")
         if phase == REPLAYING:
             known = self._graphs.get(key)
@@ -292,7 +269,8 @@ class GraphedOps(Ops):
                 return super().forward(cell, value, needs, then, seed, side)
             known.inputs.fill(given)
             known.graph.replay()
-            return Passage(None), build(known.form, iter(known.outputs)), known.needs
+            out = known.outputs[0] if known.form is True else build(known.form, iter(known.outputs))
+            return REPLAYED, out, known.needs
         if cell.first and needs and True in needs:
             return super().forward(cell, value, needs, then, seed, side)  # its gradient leaves the step
         inputs = Inputs(form, needs)
@@ -317,7 +295,7 @@ class GraphedOps(Ops):
         if passage.runs is not None:
             runs = passage.runs
             graph, _ = self._capture(lambda: self._recompute_body(cell.stage, runs))
-            self._graphs[key] = Captured(graph, Inputs(None, None), None, [])
+            self._graphs[key] = Captured(graph, NO_INPUTS, None, [])
         self._graphs[key].graph.replay()
 
     def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
@@ -326,36 +304,36 @@ class GraphedOps(Ops):
             with self._watching(cell, kind, gradients):
                 return super().backward(cell, gradients, fused=fused)
         key = (cell.stage, cell.micro_batch, kind)
-        given: list[Any] = []
-        form = flatten(gradients, given)
         if fused:
             cell.runs = None
         if passage.runs is None:
             known = self._graphs[key]
-            known.inputs.fill_gradients(given)
+            known.inputs.fill_gradients(gradients)  # leaf by leaf already
             known.graph.replay()
-            return list(known.outputs)
+            return known.outputs.copy()
+        given: list[Any] = []
+        form = flatten(gradients, given)
         inputs, runs = Inputs(form, None), passage.runs
         graph, out = self._capture(lambda: self._backward_body(inputs, given, runs, fused))
-        self._look(cell.stage)
+        self._gradients.check(modules_of(self.chains[cell.stage]))
         self._graphs[key] = Captured(graph, inputs, None, [viewed(leaf) for leaf in out])
         inputs.fill(given)
         graph.replay()
         return out
 
-    def weight(self, cell: Cell) -> None:
+    def weight(self, cell: Cell, between: Between = None) -> None:
         passage = cell.runs
         if not isinstance(passage, Passage):
             with self._watching(cell, "W"):
-                super().weight(cell)
+                super().weight(cell, between)
             return
         cell.runs = None
         key = (cell.stage, cell.micro_batch, "W")
         if passage.runs is not None:
             runs = passage.runs
             graph, _ = self._capture(lambda: StageChain.weight(runs))
-            self._look(cell.stage)
-            self._graphs[key] = Captured(graph, Inputs(None, None), None, [])
+            self._gradients.check(modules_of(self.chains[cell.stage]))
+            self._graphs[key] = Captured(graph, NO_INPUTS, None, [])
         self._graphs[key].graph.replay()
 
     # -- what is captured ---------------------------------------------------------------------------------
@@ -391,7 +369,7 @@ class GraphedOps(Ops):
         self._note(cell, kind, given)
         with self._watch.op(cell.stage, seeded=kind == "R"):  # which is seeded as its F was
             yield
-        self._look(cell.stage)
+        self._gradients.observe(modules_of(self.chains[cell.stage]))
 
     def _note(self, cell: Cell, kind: str, value: Any, more: Any = None) -> None:
         """Record the forms (not the values) of the inputs of a stage's first micro-batch."""

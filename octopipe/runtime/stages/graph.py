@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.wgrad_ops import Restart
-from octopipe.runtime.torch_private import PythonFunctionNode, engine_run_backward, run_backward_on_host
+from octopipe.runtime.torch_private import PythonFunctionNode, engine_run_backward, run_engine
 
 
 class Enter(Function):
@@ -36,8 +36,8 @@ class Enter(Function):
 
 
 def run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    if run_backward_on_host is not None and gradients[0].is_cpu:
-        run_backward_on_host(roots, gradients, False, False, (), True, True)
+    if run_engine is not None and gradients[0].is_cpu:
+        run_engine(roots, gradients, False, False, (), True, True)
     elif engine_run_backward is None:
         torch.autograd.backward(roots, gradients)
     else:

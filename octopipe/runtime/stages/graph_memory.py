@@ -87,15 +87,21 @@ class Place(NamedTuple):
     """A view of its memory; a constant; or a tensor that an earlier graph leaves there itself."""
     copied: bool
     """Whether what comes from outside is copied there."""
-    form: Any = None
-    """Shape, dtype, device and strides of what is copied."""
+    shape: Any = None
+    dtype: Any = None
+    device: int = -1
+    stride: Any = None
+    """The form of what is copied; its device by number."""
     address: int = 0
     nbytes: int = 0
     """Of memory without gaps, which the driver copies without torch's dispatcher; 0 where torch must copy."""
 
 
 class Inputs:
-    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed."""
+    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed.
+
+    `fit` and `fill` run before every replay, so each tensor costs them a few attribute reads and one call.
+    """
 
     __slots__ = ("_form", "_needs", "_places")
 
@@ -114,27 +120,28 @@ class Inputs:
                 self._places.append(Place(made, False))
             else:
                 leaf = torch.empty_like(leaf, device="cuda", requires_grad=False)
-                nbytes = leaf.nbytes if leaf.is_contiguous() else 0
-                self._places.append(Place(viewed(leaf), True, _form_of(leaf), leaf.data_ptr(), nbytes))
+                self._places.append(copied_to(leaf))
             out.append(leaf)
         return out
 
     def fit(self, form: Any, given: Sequence[Any], needs: Sequence[bool] | None) -> bool:
         """Whether the op may be replayed with these leaves."""
-        if form != self._form or (None if needs is None else list(needs)) != self._needs:
+        if form != self._form or (needs != self._needs and (needs is None or list(needs) != self._needs)):
             return False
         for leaf, place in zip(given, self._places):
             if place.copied:
-                if not isinstance(leaf, Tensor) or _form_of(leaf) != place.form:
+                if not isinstance(leaf, Tensor) or leaf.shape != place.shape or leaf.dtype is not place.dtype:
                     return False
-            else:
+                if leaf.get_device() != place.device or leaf.stride() != place.stride:
+                    return False
+            elif leaf is not place.value:
                 value = place.value
-                if leaf is not value and (isinstance(value, Tensor) or isinstance(leaf, Tensor) or leaf != value):
+                if isinstance(value, Tensor) or isinstance(leaf, Tensor) or leaf != value:
                     return False
         return True
 
     def fill(self, given: Sequence[Any]) -> None:
-        """Copy outside tensors to the addresses that the graph reads."""
+        """Copy outside tensors, which `fit`, to the addresses that the graph reads."""
         for leaf, place in zip(given, self._places):
             if place.copied:
                 _copy(leaf, place)
@@ -147,20 +154,27 @@ class Inputs:
             value = place.value
             if leaf is value:
                 continue
-            if value is None or not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 raise OctoPipeError(_OTHER_GRADIENTS.format("a gradient of an output that had none"))
             if leaf is None:
                 with torch.no_grad():
                     value.zero_()
-            elif leaf.shape != value.shape or leaf.dtype is not value.dtype:
-                seen = f"shape {tuple(leaf.shape)} instead of {tuple(value.shape)}"
+                continue
+            shape, dtype = (place.shape, place.dtype) if place.copied else (value.shape, value.dtype)
+            if leaf.shape != shape or leaf.dtype is not dtype:
+                seen = f"shape {tuple(leaf.shape)} instead of {tuple(shape)}"
                 raise OctoPipeError(_OTHER_GRADIENTS.format(seen))
-            else:
+            if leaf.is_contiguous() and leaf.get_device() == place.device:
                 _copy(leaf, place)
+            else:
+                with torch.no_grad():
+                    value.copy_(leaf)
 
 
-def _form_of(leaf: Tensor) -> tuple[Any, ...]:
-    return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+def copied_to(leaf: Tensor) -> Place:
+    """The place of an input that is copied into this tensor's memory."""
+    nbytes = leaf.nbytes if leaf.is_contiguous() else 0
+    return Place(viewed(leaf), True, leaf.shape, leaf.dtype, leaf.get_device(), leaf.stride(), leaf.data_ptr(), nbytes)
 
 
 @functools.cache
@@ -175,19 +189,14 @@ def _driver() -> Driver | None:
 
 
 def _copy(leaf: Tensor, place: Place) -> None:
-    """On the current stream, as torch's own copy: between tensors without gaps on one device it is one call."""
+    """On the current stream, as torch's own copy; without gaps it is one call of the driver. `leaf` has the form of the
+    place."""
     driver, stream_of = _driver(), current_raw_stream
-    if (
-        driver is None
-        or stream_of is None
-        or not place.nbytes
-        or not leaf.is_contiguous()
-        or leaf.device != place.form[2]
-    ):
+    if driver is None or stream_of is None or not place.nbytes:
         with torch.no_grad():
             place.value.copy_(leaf)
-        return
-    driver.copy(stream_of(leaf.device.index), place.address, leaf.data_ptr(), place.nbytes)
+    else:
+        driver.copy(stream_of(place.device), place.address, leaf.data_ptr(), place.nbytes)
 
 
 _OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than were captured: {}; use cuda_graphs=False"

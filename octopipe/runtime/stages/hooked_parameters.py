@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.stages.wgrad_ops import OperandChanged
+from octopipe.runtime.stages.weight_queue import OperandChanged
 from octopipe.runtime.torch_private import has_global_forward_hooks
 
 

@@ -128,6 +128,8 @@ class HostStore:
         self._up = torch.cuda.Stream(device) if self._cuda else None
         self.moved_bytes = 0
         """To the host, since this was made."""
+        self.buffer_bytes = 0
+        """Of all buffers in host memory: it stops growing once a step's moves have found theirs."""
 
     def parcel(self) -> Parcel:
         return Parcel(self._small)
@@ -184,6 +186,8 @@ class HostStore:
                 memory.host.read = parcel.returned
                 self._free.setdefault(memory.host.bytes.numel(), []).append(memory.host)
                 memory.host = None
+        # From here on the graph alone holds the memory: what I has used up must not wait for W.
+        parcel.memories.clear()
 
     def give_up(self) -> None:
         """A step broke off: wait for what is under way; its parcels are dropped by whoever holds them."""
@@ -194,7 +198,10 @@ class HostStore:
     def _buffer(self, nbytes: int) -> Pinned:
         size = -(-nbytes // PAGE) * PAGE if self._cuda else nbytes
         known = self._free.get(size)
-        return known.pop(0) if known else Pinned(size, self._cuda)
+        if known:
+            return known.pop(0)
+        self.buffer_bytes += size
+        return Pinned(size, self._cuda)
 
 
 def _is_plain(tensor: Tensor) -> bool:

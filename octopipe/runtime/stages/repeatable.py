@@ -4,8 +4,9 @@ Knows: digests of values, how to compare them, and the error messages. Does not 
 
 On a CPU, a digest is a hash of the bytes, so equality is bitwise. On a GPU, some kernels add in a different order each
 time, so the digest is a random projection: 64 sums of the values with position-dependent signs, whose difference
-estimates the norm of the difference of the values. If the projections differ, the forward runs a third time. If the
-second and third run agree, the first was a different forward. Otherwise the first may differ from the second by at most
+estimates the norm of the difference of the values. If the projections differ, the forward runs a third time (where
+forwards communicate with other processes, in any case: all of them must run it equally often). If the second
+and third run agree, the first was a different forward. Otherwise the first may differ from the second by at most
 `NOISE_FACTOR` times the difference between those two, which itself may be at most `NOISE` of the values' norm. A
 difference caused by state is not of that size: it appears only in the first of the runs, or is as large as the random
 values drawn.

@@ -164,6 +164,10 @@ class Replay:
         self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
         """Checks what a forward has changed for values that would bypass the pipeline (`crossing.py`)."""
         self._restless = False
+        self._times_changed: dict[tuple[int, str, tuple[str, ...]], int] = {}
+        """How many forwards have changed each place of `_watch`."""
+        self._changed_last: set[tuple[int, str, tuple[str, ...]]] = set()
+        """Places that the latest forward changed."""
 
     def observe(self) -> None:
         """From now on `restless` reports on the forwards that follow."""
@@ -178,10 +182,16 @@ class Replay:
         """Whether forwards are known to change anything besides their outputs."""
         return bool(self._watch)
 
+    def settled(self) -> bool:
+        """Whether the next forward is expected to change nothing besides its outputs: the latest one did not, and no
+        forward has changed a tensor in place. Unlike `moving`, a cache that was filled once does not count."""
+        return self.is_known() and not self._in_place and not self._changed_last
+
     def kept(self) -> list[str]:
-        """Places other than buffers that forwards are known to change."""
+        """Places other than buffers that changed in more than one forward. One change is a cache being filled."""
         buffers = {id(m._buffers) for top in self._modules for m in top.modules()}
-        return [box.label for box in self._watch.values() if id(box.thing) not in buffers]
+        again = [box for key, box in self._watch.items() if self._times_changed.get(key, 0) > 1]
+        return [box.label for box in again if id(box.thing) not in buffers]
 
     def is_known(self) -> bool:
         """Whether a forward has run in the current mode of the modules (`train()`, `eval()`)."""
@@ -249,6 +259,9 @@ class Replay:
         changed = [box for box, _ in snapshot.changes()]
         for box in changed:
             self._watch.setdefault(key_of(box), box)
+        self._changed_last = {key_of(box) for box in changed} | {key_of(b) for held in moved for b, _ in held.slots}
+        for key in self._changed_last:
+            self._times_changed[key] = self._times_changed.get(key, 0) + 1
         self._restless = self._restless or bool(moved or changed)
         if changed and start.checking and self.elsewhere is not None:
             self.elsewhere(snapshot, changed)

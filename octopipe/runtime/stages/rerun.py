@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from octopipe.runtime.stages.weight_queue import WeightQueue
 from octopipe.runtime.stages.wgrad import (
     _HANDLERS,
     _PLAIN,
@@ -30,7 +31,7 @@ from octopipe.runtime.stages.wgrad import (
     _is_traced,
     is_autocast_on,
 )
-from octopipe.runtime.stages.wgrad_ops import LeftOut, WeightQueue
+from octopipe.runtime.stages.wgrad_ops import LeftOut
 
 _READ_NOTHING = frozenset(
     (

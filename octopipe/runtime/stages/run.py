@@ -28,8 +28,9 @@ from octopipe.runtime.stages.repeatable import (
 )
 from octopipe.runtime.stages.replay import Kept, Start
 from octopipe.runtime.stages.rng import States, rng_kept, rng_state, set_rng_state
-from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
-from octopipe.runtime.stages.wgrad_ops import OperandChanged, Restart
+from octopipe.runtime.stages.weight_queue import Between, OperandChanged, WeightQueue
+from octopipe.runtime.stages.wgrad import SplitMode
+from octopipe.runtime.stages.wgrad_ops import Restart
 from octopipe.runtime.values import build, check_leaves, flatten
 from octopipe.runtime.wire.buffers import storage_bytes
 from octopipe.runtime.wire.messages import plain_gradient, takes_gradient
@@ -213,8 +214,10 @@ class StageRun:
         if first is not None:
             second = self._digests or []
             differs = first_difference(first, second)
-            if differs is not None:
+            # The rank that a layer exchanges with cannot know what this one saw: both run the third forward.
+            if differs is not None or stage.in_step_with_others:
                 self._again(True)
+            if differs is not None:
                 third = self._digests or []
                 if not all(is_noise(*run) for run in zip(first, second, third, strict=True)):
                     refuse_difference(stage.layer_name(differs), stage.hooked.changed())
@@ -260,12 +263,23 @@ class StageRun:
         self._queue.defer = True
         return self._backward(grads)
 
-    def backward_weight(self) -> None:
-        """W: the weight GEMMs that I left."""
+    def weight_work(self) -> int:
+        """Multiplications that W would do now."""
+        return self._queue.work()
+
+    def weight_so_far(self) -> None:
+        """The weight GEMMs that an I under way has left until now."""
+        try:
+            self._queue.run()
+        except OperandChanged as error:
+            self._stage.hooked.refuse_operand(error)
+
+    def backward_weight(self, between: Between = None) -> None:
+        """W: the weight GEMMs that I left. `between` is called after each (see `WeightQueue.run`)."""
         if self._edges is not None:
             raise OctoPipeError("W before I of the same micro-batch: run backward_input first")
         try:
-            self._queue.run()
+            self._queue.run(between)
         except OperandChanged as error:
             self._stage.hooked.refuse_operand(error)
 

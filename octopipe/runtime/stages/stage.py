@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -83,6 +84,9 @@ class Stage:
         """Whether forwards run backward themselves, so that F must keep what autograd saves until it ends."""
         self.always_check = False
         """Whether R is compared with F in every step, not only in the first ones."""
+        self.in_step_with_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        """Whether forwards may communicate with processes outside the pipeline (experts' exchange, tensor parallelism).
+        All of them must then run a forward equally often: how often must not depend on the values of one of them."""
         self.may_step_inside = True
         """Whether an optimizer may step inside backward: only where no other micro-batch uses the weights."""
         self._steps_checked, self._step_begun = 0, False

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from octopipe.runtime.stages.weight_queue import WeightQueue, is_distributed
 from octopipe.runtime.stages.wgrad_ops import (
     Batched,
     Embedding,
@@ -47,11 +48,9 @@ from octopipe.runtime.stages.wgrad_ops import (
     Linear,
     LinearHook,
     Restart,
-    WeightQueue,
     WeightSite,
     add_product,
     in_rows,
-    is_distributed,
 )
 from octopipe.runtime.torch_private import (
     forward_mode_level,

@@ -1,4 +1,4 @@
-"""What the weight-gradient split runs: the queue, the functions that fill it, the kernels that empty it.
+"""What the weight-gradient split runs: the functions that fill the queue of weight gradients, and its kernels.
 
 Knows: `autograd.Function`s whose backward returns the input gradient and queues the weight gradient, and how
 a queued gradient is added to `.grad` of a parameter or of a view of one. Does not know: which calls of a
@@ -8,7 +8,6 @@ module go through them (`wgrad.py`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.runtime.precision import LOW, gradient_dtype
+from octopipe.runtime.stages.weight_queue import OperandChanged, WeightQueue, is_distributed
 from octopipe.runtime.torch_private import (
     WithoutFunctionModes,
     engine_task_id,
@@ -28,82 +28,6 @@ from octopipe.runtime.torch_private import (
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class OperandChanged(RuntimeError):
-    """An operand of a weight gradient has changed since the forward."""
-
-    def __init__(self, parameter: Tensor, what: str, shape: tuple[int, ...]):
-        super().__init__(
-            f"the {what} of a product with a weight, of shape {shape}, was changed in place; change a copy"
-        )
-        self.parameter, self.what, self.shape = parameter, what, shape
-
-
-class WeightQueue:
-    """Weight gradients still owed. With `defer` off they are computed the moment they are added.
-
-    `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
-    must be active there, too, so that the second forward meets the same functions as the first.
-
-    `shut`: whoever runs backward now is not the stage but a forward (`torch.autograd.grad` inside it: forces,
-    penalties). Then the functions here are ordinary ones: they return all gradients, which have gradients themselves.
-
-    `task`: the engine's number for the stage's own backward, set by `begin`, a hook of its first nodes. Another number
-    is a backward inside that one (`torch.autograd.grad` in a tensor hook: implicit layers, preconditioners), which
-    `wants` knows to tell apart.
-    """
-
-    __slots__ = ("_items", "asked", "defer", "reruns", "shut", "task")
-
-    def __init__(self) -> None:
-        self.defer = self.reruns = self.shut = False
-        self.asked = False
-        """Whether a backward inside the stage's own asked for a weight's gradient."""
-        self.task: int | None = None
-        self._items: list[tuple[Callable[..., None], tuple[Any, ...], tuple[int, ...]]] = []
-
-    def begin(self, *_: Any) -> None:
-        """Called when the stage's own backward starts."""
-        if self.task is None:
-            self.task = engine_task_id()
-
-    def add(self, kernel: Callable[..., None], *args: Any) -> None:
-        """Queue `kernel(*args)`, a function that adds one gradient into `.grad`. Not while `shut`."""
-        if self.defer:
-            self._items.append((kernel, args, tuple([a._version for a in args if isinstance(a, Tensor)])))
-        else:
-            kernel(*args)
-
-    def run(self) -> None:
-        """Compute everything queued, oldest first, letting go of each operand as soon as it is used."""
-        if not self._items:
-            return
-        items, self._items = self._items, []
-        items.reverse()
-        with torch.no_grad():
-            while items:
-                kernel, args, versions = items.pop()
-                tensors = [a for a in args if isinstance(a, Tensor)]
-                # The first one is the parameter, which may change as it likes.
-                for a, version in zip(tensors[1:], versions[1:]):
-                    if a._version != version:
-                        raise OperandChanged(args[0], "input or output gradient", tuple(a.shape))
-                del tensors
-                kernel(*args)
-                del args
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def tensors(self) -> list[Tensor]:
-        """The GEMM operands that are alive only because W has not run yet."""
-        return [
-            a.to_local() if is_distributed(a) else a  # type: ignore[attr-defined]
-            for _, args, _ in self._items
-            for a in args
-            if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
-        ]
 
 
 class WeightSite:
@@ -213,11 +137,6 @@ def _has_wide_products(device: torch.device) -> bool:
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
-
-
-def is_distributed(t: Any) -> bool:
-    """Whether a tensor is a DTensor: a part of one, and the mesh that holds the others."""
-    return type(t) not in _PLAIN and hasattr(t, "device_mesh")
 
 
 def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:

@@ -18,14 +18,18 @@ from octopipe.runtime.batches import to_device
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.training.data.batches import IGNORED, micro_batches
 from octopipe.runtime.training.data.corpus import Windows
+from octopipe.runtime.training.data.samples import Samples
 from octopipe.runtime.training.data.source import Source
 from octopipe.runtime.training.job import EvalReport, TrainJob
+from octopipe.runtime.training.step_batches import sample_batches
 
 
 def evaluation_samples(source: Source, job: TrainJob) -> int:
     """How many samples an evaluation takes."""
     if isinstance(source, Windows):
         return min(source.windows, job.eval_samples or source.windows)
+    if isinstance(source, Samples):
+        return min(len(source), job.eval_samples or len(source))
     if job.eval_samples is None:
         raise OctoPipeError("synthetic data has no end; give --eval-samples")
     return job.eval_samples
@@ -58,6 +62,9 @@ def evaluate(pipe: Pipeline, source: Source, job: TrainJob, step: int) -> EvalRe
 def _batch(source: Source, first: int, stop: int, job: TrainJob) -> tuple[list[Any], list[Any]]:
     """One pipeline's micro-batches; samples from `stop` on are fillers."""
     size = job.micro_batch_size
+    if isinstance(source, Samples):
+        inputs, targets = sample_batches(job, source, first, 1.0, stop)
+        return inputs, [{**target, "tokens_alone": True} for target in targets]
     inputs, targets = micro_batches(_Wrapped(source, stop), first, job.num_micro_batches, size, 1.0)
     for m, target in enumerate(targets):
         if isinstance(target, torch.Tensor):
@@ -85,5 +92,7 @@ class _Wrapped:
 
 
 def _targets(source: Source, number: int, seq: int) -> int:
+    if isinstance(source, Samples):
+        return source.counted(number)
     marks = source.marks(number)
     return seq if marks is None else int(marks.counted.sum())

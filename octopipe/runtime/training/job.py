@@ -23,6 +23,7 @@ from octopipe.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
+    from octopipe.huggingface.inputs import InputForm
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 WARM_UP_STEPS = 2
@@ -94,6 +95,8 @@ class TrainJob:
     """The most samples of an evaluation; default: all of the data."""
     log_every: int | None = None
     """Steps between two reports; default: every one on a CPU, every hundredth of the run on a GPU."""
+    frozen: tuple[int, ...] = ()
+    """Layers whose parameters are not trained."""
     memory_check: bool = True
     """Compare what the run will hold with what is free before it starts."""
     seed: int = 0
@@ -127,6 +130,14 @@ class TrainJob:
     def __post_init__(self) -> None:
         if self.lengths:
             self._check_lengths()
+        form = self.inputs
+        if form is not None:
+            if self.lengths:
+                raise OctoPipeError(
+                    f"{self.spec.name} has a tower or an encoder, and --lengths is for models with tokens alone; leave "
+                    "it out"
+                )
+            form.items(self.num_micro_batches * self.micro_batch_size)
         choices = (("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda")), ("schedule", SCHEDULES))
         for name, known in choices:
             if getattr(self, name) not in known:
@@ -194,6 +205,11 @@ class TrainJob:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    @property
+    def inputs(self) -> InputForm | None:
+        """What a micro-batch consists of, where that is more than tokens."""
+        return None if isinstance(self.spec, ModelSpec) else self.spec.inputs
 
     @property
     def checkpointed(self) -> tuple[int, ...]:

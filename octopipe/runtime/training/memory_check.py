@@ -3,38 +3,27 @@
 Knows: the size of weights, gradients, optimizer state and activations of every rank, and how to query free memory. Does
 not know: how a run proceeds (`train.py`).
 
-The prediction uses measured costs if there is a profile. Otherwise parameters are exact, and activations assume flash
-attention and fused losses (analytic sizes if the model's layers are known, otherwise 34 bytes per token and hidden
-unit). A rejected run therefore cannot work, but an accepted run may still lack a few percent.
+The prediction uses measured costs if there is a profile, otherwise the sizes of `measure/layer_sizes.py`. A rejected
+run therefore cannot work, but an accepted run may still lack a few percent.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
-from octopipe.costs.analytic.table import setup_costs
-from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
-from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
-from octopipe.runtime.training.host_memory import free_host_bytes
+from octopipe.runtime.measure.forecast import GIB, PROCESS_BYTES, UNFIT
+from octopipe.runtime.measure.host_memory import free_host_bytes
+from octopipe.runtime.measure.layer_sizes import layer_activations, layer_parameters
 from octopipe.runtime.training.job import TrainJob
 from octopipe.search.systems import build_plan
 
-if TYPE_CHECKING:
-    from octopipe.huggingface.described import HfModel
-
-GIB = float(1 << 30)
-UNFIT = "does not fit in memory"
-"""In every line about it, and by this found again in what a rank says."""
-PROCESS_BYTES = 0.25 * GIB
-"""Of a rank's own, beside what it trains: libraries and their workspaces."""
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Values an optimizer keeps per parameter."""
 
@@ -45,47 +34,13 @@ def bytes_per_parameter(job: TrainJob) -> float:
     return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards)
 
 
-def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
-    """Parameters of every layer; a tied head counts them too, for the rank that holds it alone."""
-    if isinstance(spec, ModelSpec):
-        tied = getattr(spec.layers[-1], "tied", False)
-        counts = [layer.parameters for layer in spec]
-        return [*counts[:-1], counts[-1] + (spec.vocab * spec.hidden if tied else 0)]
-    if spec.layer_parameters:
-        return list(spec.layer_parameters)
-    return [spec.training_parameters // spec.num_layers] * spec.num_layers
-
-
-def layer_activations(job: TrainJob) -> list[float]:
-    """Bytes every layer holds for one micro-batch until its backward."""
-    spec, count = job.spec, job.spec.num_layers
-    width = {"fp64": 8.0, "fp32": 4.0}.get(job.mode.precision, 2.0)
-    known = spec if isinstance(spec, ModelSpec) else _planned(spec.source, count)
-    if known is not None:
-        setup = Setup(gpu=gpu(DEFAULT_GPU), seq=job.seq, micro_batch_size=job.micro_batch_size)
-        costs = setup_costs(known, setup)
-        held = (costs.activation_bytes * width / 2.0).tolist()
-        return [*held[:-1], held[-1] + float(costs.workspace_bytes[-1])]
-    tokens = job.seq * job.micro_batch_size
-    inside = 17.0 * width * tokens * spec.hidden
-    return [width * tokens * spec.hidden, *[inside] * (count - 2), (width + 4.0) * tokens * spec.vocab]
-
-
-def _planned(source: str, layers: int) -> ModelSpec | None:
-    """The planner's own view of a transformers model, where it has one layer for each of its layers."""
-    try:
-        spec = from_config(source)
-        spec = spec.without_mtp() if any(layer.symbol == "P" for layer in spec) else spec
-    except OctoPipeError:
-        return None
-    return spec if spec.num_layers == layers else None
-
-
 def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -> list[float]:
     """What every rank of one pipeline holds at its fullest."""
     if profile is None:
         static = [n * bytes_per_parameter(job) for n in layer_parameters(job.spec)]
-        held = layer_activations(job)
+        held = layer_activations(
+            job.spec, seq=job.seq, micro_batch_size=job.micro_batch_size, precision=job.mode.precision
+        )
     else:
         static, held = profile.costs.static_bytes.tolist(), profile.costs.activation_bytes.tolist()
     out = []
@@ -125,18 +80,6 @@ def check_host(job: TrainJob) -> None:
     free = free_host_bytes()
     if free is not None and needed > free:
         raise DoesNotFitError(_line(job, "this host", needed, free, each))
-
-
-def check_layers(spec: ModelSpec | HfModel, ranks: int, device: str) -> None:
-    """Before layers are measured one at a time: each rank on this host holds the largest one with its gradients."""
-    free = free_host_bytes()
-    needed = ranks * (PROCESS_BYTES + 8.0 * max(layer_parameters(spec)))
-    if device == "cpu" and free is not None and needed > free:
-        raise DoesNotFitError(
-            f"{spec.name} {UNFIT}: its largest layer with gradients on {ranks} ranks needs about {needed / GIB:.1f} "
-            f"GiB of this host, {free / GIB:.1f} GiB are free; use fewer --nproc"
-            + (", or --scale" if isinstance(spec, ModelSpec) else "")
-        )
 
 
 def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequence[Mapping[str, Any]]) -> str:

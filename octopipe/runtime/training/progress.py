@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.flops import model_flops
 from octopipe.costs.cluster.hardware import GPUS
-from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
+from octopipe.runtime.measure.layer_sizes import planned_spec
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import all_reduce
@@ -77,12 +76,7 @@ def step_flops(job: TrainJob) -> float:
     By the planner's layers where it knows the model layer by layer, else 6 FLOPs per parameter and token.
     """
     spec = job.spec
-    known = spec if isinstance(spec, ModelSpec) else None
-    if known is None and not isinstance(spec, ModelSpec) and not spec.shortened:
-        try:
-            known = from_config(spec.source).without_mtp()
-        except OctoPipeError:
-            known = None
+    known = spec if isinstance(spec, ModelSpec) else None if spec.shortened else planned_spec(spec)
     if job.lengths:
         return sum(_flops(known, spec.training_parameters, length) for length in job.lengths)
     sequences = job.dp * job.num_micro_batches * job.micro_batch_size

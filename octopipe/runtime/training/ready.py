@@ -16,7 +16,8 @@ from octopipe.huggingface.documents import cannot_keep_apart
 from octopipe.models.spec import ModelSpec
 from octopipe.runtime.ranks.rank_process import unheard
 from octopipe.runtime.training.data.corpus import Corpus, Windows
-from octopipe.runtime.training.data.opening import read
+from octopipe.runtime.training.data.opening import check_form, read
+from octopipe.runtime.training.data.samples import Samples, is_samples
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_host
 
@@ -28,6 +29,13 @@ def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
     check_host(job)
     corpora = {}
     for path in dict.fromkeys(p for p in (job.data, job.eval_data) if p is not None):
+        check_form(path, job.inputs)
+        if job.inputs is not None and is_samples(path):
+            samples = Samples(path, vocab=job.spec.vocab, seed=job.seed, form=job.inputs)
+            samples.counted(0)  # what is wrong with the first sample is said before ranks start
+            what = "data" if path == job.data else "evaluation"
+            tell(Phase(text=f"{what}: {samples.where}, {len(samples):,} samples", notice=True))
+            continue
         say = lambda text: tell(Phase(text=text))  # noqa: E731
         corpora[path] = read(path, job.reading, vocab=job.spec.vocab, tell=say)
     if not corpora:
@@ -35,10 +43,10 @@ def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
     apart = _apart(job, list(corpora.values()), tell)
     job = replace(job, reading=replace(job.reading, apart=apart))
     for path, corpus in corpora.items():
-        samples = Windows(corpus, vocab=job.spec.vocab, seq=job.seq, seed=job.seed, apart=apart)
-        for text in (*corpus.notes, *_described(samples, path == job.data)):
+        windows = Windows(corpus, vocab=job.spec.vocab, seq=job.seq, seed=job.seed, apart=apart)
+        for text in (*corpus.notes, *_described(windows, path == job.data)):
             tell(Phase(text=text, notice=True))
-        if job.lengths and samples.marks(0) is not None:
+        if job.lengths and windows.marks(0) is not None:
             raise OctoPipeError(f"{corpus.where}: --lengths applies to token files only; leave it out, or give tokens")
     return job
 

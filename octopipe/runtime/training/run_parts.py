@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.base.files import shown
+from octopipe.costs.analytic.items import NEARLY_NONE
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.huggingface.described import HfModel
@@ -27,6 +28,7 @@ from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import carried
+from octopipe.runtime.measure.host_memory import free_host_bytes
 from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, tune_on_ranks
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
@@ -34,7 +36,6 @@ from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradien
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
@@ -120,6 +121,23 @@ def length_factor(job: TrainJob) -> Any:
     return np.array([batch.tokens_of(group) / job.seq for group in batch.groups])
 
 
+def item_factor(job: TrainJob) -> Any:
+    """[micro-batch, layer]: times of an encoder's layers over those with as many images as were measured; None where
+    every micro-batch has as many."""
+    form = job.inputs
+    if form is None or form.decodes or not form.num_tower_layers:
+        return None
+    size = job.micro_batch_size
+    items = form.items(job.num_micro_batches * size)
+    mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
+    typical = sum(form.typical(size))
+    if not typical or (mine == typical).all():
+        return None
+    factor = np.ones((job.num_micro_batches, job.spec.num_layers))
+    factor[:, : form.num_tower_layers] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
+    return factor
+
+
 def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:
     if job.plan is not None:
         return job.plan
@@ -165,6 +183,7 @@ def workload_of(job: TrainJob) -> Workload:
         seed=job.seed,
         graphs=job.replays,
         checkpointed=job.checkpointed,
+        frozen=job.frozen,
     )
 
 

@@ -32,6 +32,7 @@ from octopipe.huggingface.cut import LayerList
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import to_device
+from octopipe.runtime.measure.forecast import UNFIT
 from octopipe.runtime.measure.trial import profile_workload
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import autocast_dtype, has_main_gradients
@@ -39,13 +40,12 @@ from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.adapt import Adapter, switch
 from octopipe.runtime.training.checkpoint import Saving, load_checkpoint, read_record
-from octopipe.runtime.training.data.batches import StepLoss, counted_targets, length_micro_batches, micro_batches
+from octopipe.runtime.training.data.batches import StepLoss
 from octopipe.runtime.training.data.corpus import Windows
 from octopipe.runtime.training.data.opening import open_source
 from octopipe.runtime.training.evaluate import evaluate
 from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
-from octopipe.runtime.training.memory_check import UNFIT
 from octopipe.runtime.training.progress import Progress, exchange
 from octopipe.runtime.training.ready import made_ready
 from octopipe.runtime.training.resuming import check_resumable, other_precision, schedule_words, way_on
@@ -55,6 +55,7 @@ from octopipe.runtime.training.run_parts import (
     check_memory,
     folder,
     identity,
+    item_factor,
     length_factor,
     measured_plan,
     optimizer_of,
@@ -64,6 +65,7 @@ from octopipe.runtime.training.run_parts import (
     worlds,
 )
 from octopipe.runtime.training.shelf import choose, latest
+from octopipe.runtime.training.step_batches import step_batches
 from octopipe.runtime.wire.telling import moment, told
 from octopipe.simulation.contention import predict
 
@@ -154,11 +156,14 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
         with moment("while layers and links were measured"), told(_patience_s(job)):
-            profile = profile_workload(work, world, repeats=8, warm_up=2)
+            heard = lambda doing, _: seat.tell(Phase(text=f"measuring layers and links: {doing}"))  # noqa: E731
+            profile = profile_workload(work, world, repeats=8, warm_up=2, tell=heard)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
+    if profile is not None and (items := item_factor(job)) is not None:
+        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=items))
     job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
@@ -219,7 +224,7 @@ class _Run:
         self._numbers = sequence_numbers(job.lengths, job.groups)
         self.evaluations: list[EvalReport] = []
         sizes: dict[str, Any] = {"vocab": job.spec.vocab, "seq": job.seq, "seed": job.seed}
-        sizes["apart"] = bool(job.reading.apart)
+        sizes |= {"apart": bool(job.reading.apart), "form": job.inputs}
         self._source = open_source(job.data, job.reading, **sizes)
         self._about_data = self._source.about()
         self._kept_aside = (
@@ -408,16 +413,8 @@ class _Run:
         first = self.seen - self._data_begins
         inputs: Any = None
         targets: Any = None
-        if job.lengths and (program.needs_batch or program.needs_target):
-            inputs, targets = length_micro_batches(
-                self._source, first, self._numbers[pipe.world.replica], job.lengths, job.dp
-            )
-            inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
-        elif program.needs_batch or program.needs_target:
-            mine, size = first + pipe.world.replica * count, job.micro_batch_size
-            items = counted_targets(self._source, first, job.dp * count)
-            share = () if items is None else (items / (job.dp * job.num_micro_batches),)
-            inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, size, *share)
+        if program.needs_batch or program.needs_target:
+            inputs, targets = step_batches(job, self._source, first, pipe.world.replica, self._numbers)
             inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
         loss = pipe.step(inputs, targets)
         assert loss is not None

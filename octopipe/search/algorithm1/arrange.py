@@ -36,7 +36,7 @@ class Rules(NamedTuple):
     """[stage]"""
 
 
-class Desk(NamedTuple):
+class OrderState(NamedTuple):
     """What is known while orders are derived."""
 
     arrived: Any
@@ -69,7 +69,7 @@ def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-u
     """Orders of a chain of stages, written to out[rank]; returns their lengths, or STUCK or TOO_SLOW as the first of
     them. No rank has more than `size` ops. Micro-batches pass every stage in the order of their numbers."""
     ranks, stages, micro_batches = prices.static.size, prices.rank.size, prices.held.shape[1]
-    desk = Desk(
+    state = OrderState(
         arrived=np.full((2, stages, micro_batches), np.inf),
         channel=np.zeros((ranks, ranks)),
         done=np.zeros((2, stages), np.int64),
@@ -83,7 +83,7 @@ def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-u
         queue=np.zeros((2, ranks), np.int64),
         length=np.zeros(ranks, np.int64),
     )
-    _set_up(prices, rules, desk)
+    _set_up(prices, rules, state)
     # What every rank would do next; decided again only where something it depends on has changed.
     next_at, next_stage, next_kind = np.full(ranks, np.inf), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     decided = np.zeros(ranks, np.bool_)
@@ -94,62 +94,62 @@ def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-u
         for k in range(ranks):
             if not decided[k]:
                 decided[k] = True
-                next_at[k], next_stage[k], next_kind[k] = _decide(prices, rules, desk, k, capacity)
+                next_at[k], next_stage[k], next_kind[k] = _decide(prices, rules, state, k, capacity)
             if next_at[k] < (next_at[r] if r >= 0 else np.inf):
                 r = k
         if r < 0:
-            desk.length[0] = STUCK
-            return desk.length
+            state.length[0] = STUCK
+            return state.length
         decided[r] = False
         if next_kind[r] == W:
-            _run_weight(prices, desk, r, out)
+            _run_weight(prices, state, r, out)
             continue
-        told = _run(prices, rules, desk, next_kind[r], next_stage[r], capacity, cutoff_ms, out)
+        told = _run(prices, rules, state, next_kind[r], next_stage[r], capacity, cutoff_ms, out)
         if told < 0:
-            desk.length[0] = told
-            return desk.length
+            state.length[0] = told
+            return state.length
         decided[told] = False
         left -= 1
     for r in range(ranks):
-        while desk.queue[0, r] < desk.queue[1, r]:
-            _run_weight(prices, desk, r, out)
-    return desk.length
+        while state.queue[0, r] < state.queue[1, r]:
+            _run_weight(prices, state, r, out)
+    return state.length
 
 
 @njit
-def _set_up(p, rules, desk):  # type: ignore[no-untyped-def]
-    stages, micro_batches = desk.arrived.shape[1], desk.arrived.shape[2]
+def _set_up(p, rules, state):  # type: ignore[no-untyped-def]
+    stages, micro_batches = state.arrived.shape[1], state.arrived.shape[2]
     for m in range(micro_batches):
-        desk.arrived[FOR_F, 0, m] = 0.0
+        state.arrived[FOR_F, 0, m] = 0.0
     count = 0
-    for r in range(desk.clock.size):
+    for r in range(state.clock.size):
         for s in range(stages):
             if p.rank[s] == r:
-                desk.listed[count] = s
+                state.listed[count] = s
                 count += 1
-        desk.first[r + 1] = count
+        state.first[r + 1] = count
     for s in range(stages):
         r = p.rank[s]
         for m in range(micro_batches):
-            desk.undone[r] += p.ms[F, s, m] + p.ms[I, s, m] + p.ms[W, s, m]
+            state.undone[r] += p.ms[F, s, m] + p.ms[I, s, m] + p.ms[W, s, m]
             if rules.recomputes[s]:
                 # What R brings back must always find its place.
-                desk.room[r] = max(desk.room[r], p.held[s, m] - p.kept[s, m])
+                state.room[r] = max(state.room[r], p.held[s, m] - p.kept[s, m])
 
 
 @njit
-def _decide(p, rules, desk, r, capacity):  # type: ignore[no-untyped-def]
+def _decide(p, rules, state, r, capacity):  # type: ignore[no-untyped-def]
     """When rank r runs something next, of which stage (-1 for a W) and of which kind; infinite: it can run nothing."""
     key, at, s_of, k_of = np.inf, np.inf, -1, -1
     for turn in range(2):
         # First when the earliest op may start, then which op has the smallest key among those not much later.
-        for place in range(desk.first[r], desk.first[r + 1]):
-            s = desk.listed[place]
+        for place in range(state.first[r], state.first[r + 1]):
+            s = state.listed[place]
             for row in range(2):
-                m = desk.done[row, s]
-                if not _may_run(p, rules, desk, row, s, m, r, capacity):
+                m = state.done[row, s]
+                if not _may_run(p, rules, state, row, s, m, r, capacity):
                     continue
-                ready = max(desk.arrived[row, s, m], desk.clock[r])
+                ready = max(state.arrived[row, s, m], state.clock[r])
                 if turn == 0:
                     at = min(at, ready)
                 elif ready <= at + rules.wait_ms and rules.keys[row, s, m] < key:
@@ -158,100 +158,102 @@ def _decide(p, rules, desk, r, capacity):  # type: ignore[no-untyped-def]
             break
     begins, kind = np.inf, I if k_of == FOR_I else F
     if s_of >= 0:
-        begins = max(desk.arrived[k_of, s_of, desk.done[k_of, s_of]], desk.clock[r])
-    if desk.queue[0, r] < desk.queue[1, r]:
-        w_s, w_m = desk.waiting[r, desk.queue[0, r], 0], desk.waiting[r, desk.queue[0, r], 1]
-        gap = begins - desk.clock[r]
+        begins = max(state.arrived[k_of, s_of, state.done[k_of, s_of]], state.clock[r])
+    if state.queue[0, r] < state.queue[1, r]:
+        w_s, w_m = state.waiting[r, state.queue[0, r], 0], state.waiting[r, state.queue[0, r], 1]
+        gap = begins - state.clock[r]
         if gap > 1e-9 and gap >= (1.0 - rules.overrun) * p.ms[W, w_s, w_m]:
-            return desk.clock[r], -1, W
+            return state.clock[r], -1, W
     return begins, s_of, kind
 
 
 @njit
-def _may_run(p, rules, desk, row, s, m, r, capacity):  # type: ignore[no-untyped-def]
+def _may_run(p, rules, state, row, s, m, r, capacity):  # type: ignore[no-untyped-def]
     """Whether the next F (row FOR_F) or I (row FOR_I) of a stage is there, or on its way, and finds room."""
-    if m >= desk.arrived.shape[2] or desk.arrived[row, s, m] == np.inf:
+    if m >= state.arrived.shape[2] or state.arrived[row, s, m] == np.inf:
         return False
-    used, waits = desk.used[r], desk.queue[0, r] < desk.queue[1, r]
+    used, waits = state.used[r], state.queue[0, r] < state.queue[1, r]
     if row == FOR_I:
-        if desk.done[FOR_F, s] <= m:
+        if state.done[FOR_F, s] <= m:
             return False
         return not (rules.recomputes[s] and used + p.held[s, m] - p.kept[s, m] + p.work[s] > capacity[r] and not waits)
-    if s == 0 and m - desk.done[FOR_I, 0] >= rules.flight:
+    if s == 0 and m - state.done[FOR_I, 0] >= rules.flight:
         return False
-    needed = used + (p.kept[s, m] if rules.recomputes[s] else p.held[s, m]) + p.work[s] + desk.room[r]
-    return needed <= capacity[r] or (waits and needed - _stashed(p, desk, r) <= capacity[r])
+    needed = used + (p.kept[s, m] if rules.recomputes[s] else p.held[s, m]) + p.work[s] + state.room[r]
+    return needed <= capacity[r] or (waits and needed - _stashed(p, state, r) <= capacity[r])
 
 
 @njit
-def _run(p, rules, desk, kind, s, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
+def _run(p, rules, state, kind, s, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
     """Run the next F or I of a stage, behind the W that must give way and its R; returns the rank that receives its
     result, or STUCK or TOO_SLOW."""
     r, row = p.rank[s], FOR_F if kind == F else FOR_I
-    m, n = desk.done[row, s], desk.length[r]
+    m, n = state.done[row, s], state.length[r]
     again = rules.recomputes[s]
     # A recomputing stage keeps everything where its I follows its F at once.
     apart = n > 0 and not (out[r, n - 1, 0] == s and out[r, n - 1, 1] == F and out[r, n - 1, 2] == m)
     if kind == F:
-        takes, reserve = p.kept[s, m] if again else p.held[s, m], desk.room[r]
+        takes, reserve = p.kept[s, m] if again else p.held[s, m], state.room[r]
     else:
         takes, reserve = p.held[s, m] - p.kept[s, m] if again else 0.0, 0.0
     while (
-        desk.used[r] + takes + p.work[s] + reserve > capacity[r] and desk.queue[0, r] < desk.queue[1, r] and takes > 0.0
+        state.used[r] + takes + p.work[s] + reserve > capacity[r]
+        and state.queue[0, r] < state.queue[1, r]
+        and takes > 0.0
     ):
-        _run_weight(p, desk, r, out)
-    if desk.used[r] + takes + p.work[s] > capacity[r] and takes > 0.0:
+        _run_weight(p, state, r, out)
+    if state.used[r] + takes + p.work[s] > capacity[r] and takes > 0.0:
         return STUCK
     if kind == I and again and apart:
-        desk.clock[r] += p.ms[R, s, m]  # while the gradient is under way
-        _write(desk, r, s, R, m, out)
-    desk.used[r] += takes
-    end = max(desk.clock[r], desk.arrived[row, s, m]) + p.ms[kind, s, m]
-    desk.clock[r] = end
-    desk.undone[r] -= p.ms[kind, s, m]
-    if end + desk.undone[r] > cutoff_ms:
+        state.clock[r] += p.ms[R, s, m]  # while the gradient is under way
+        _write(state, r, s, R, m, out)
+    state.used[r] += takes
+    end = max(state.clock[r], state.arrived[row, s, m]) + p.ms[kind, s, m]
+    state.clock[r] = end
+    state.undone[r] -= p.ms[kind, s, m]
+    if end + state.undone[r] > cutoff_ms:
         return TOO_SLOW
-    _write(desk, r, s, kind, m, out)
-    desk.done[row, s] += 1
+    _write(state, r, s, kind, m, out)
+    state.done[row, s] += 1
     if kind == I:
-        desk.used[r] -= p.held[s, m] - p.stash[s, m]
-        desk.waiting[r, desk.queue[1, r], 0], desk.waiting[r, desk.queue[1, r], 1] = s, m
-        desk.queue[1, r] += 1
-    if kind == F and s + 1 < desk.done.shape[1]:
+        state.used[r] -= p.held[s, m] - p.stash[s, m]
+        state.waiting[r, state.queue[1, r], 0], state.waiting[r, state.queue[1, r], 1] = s, m
+        state.queue[1, r] += 1
+    if kind == F and s + 1 < state.done.shape[1]:
         to = p.rank[s + 1]
-        hand_on(desk.arrived, FOR_F, s + 1, m, desk.channel, r, to, end, p.forward_ms[s, m])
+        hand_on(state.arrived, FOR_F, s + 1, m, state.channel, r, to, end, p.forward_ms[s, m])
         return to
     if kind == F:
-        desk.arrived[FOR_I, s, m] = end
+        state.arrived[FOR_I, s, m] = end
     elif s > 0:
         to = p.rank[s - 1]
-        hand_on(desk.arrived, FOR_I, s - 1, m, desk.channel, r, to, end, p.gradient_ms[s, m])
+        hand_on(state.arrived, FOR_I, s - 1, m, state.channel, r, to, end, p.gradient_ms[s, m])
         return to
     return r
 
 
 @njit
-def _stashed(p, desk, r):  # type: ignore[no-untyped-def]
+def _stashed(p, state, r):  # type: ignore[no-untyped-def]
     """Bytes that the weight gradients of a rank that wait would free."""
     total = 0.0
-    for k in range(desk.queue[0, r], desk.queue[1, r]):
-        total += p.stash[desk.waiting[r, k, 0], desk.waiting[r, k, 1]]
+    for k in range(state.queue[0, r], state.queue[1, r]):
+        total += p.stash[state.waiting[r, k, 0], state.waiting[r, k, 1]]
     return total
 
 
 @njit
-def _run_weight(p, desk, r, out):  # type: ignore[no-untyped-def]
+def _run_weight(p, state, r, out):  # type: ignore[no-untyped-def]
     """The W that waits longest on rank r runs now."""
-    s, m = desk.waiting[r, desk.queue[0, r], 0], desk.waiting[r, desk.queue[0, r], 1]
-    desk.queue[0, r] += 1
-    desk.clock[r] += p.ms[W, s, m]
-    desk.undone[r] -= p.ms[W, s, m]
-    desk.used[r] -= p.stash[s, m]
-    _write(desk, r, s, W, m, out)
+    s, m = state.waiting[r, state.queue[0, r], 0], state.waiting[r, state.queue[0, r], 1]
+    state.queue[0, r] += 1
+    state.clock[r] += p.ms[W, s, m]
+    state.undone[r] -= p.ms[W, s, m]
+    state.used[r] -= p.stash[s, m]
+    _write(state, r, s, W, m, out)
 
 
 @njit
-def _write(desk, r, s, kind, m, out):  # type: ignore[no-untyped-def]
-    n = desk.length[r]
+def _write(state, r, s, kind, m, out):  # type: ignore[no-untyped-def]
+    n = state.length[r]
     out[r, n, 0], out[r, n, 1], out[r, n, 2] = s, kind, m
-    desk.length[r] = n + 1
+    state.length[r] = n + 1

@@ -1,4 +1,4 @@
-"""A candidate of the iterative tuners: partition, placement and orders, and the `Desk` that evaluates them.
+"""A candidate of the iterative tuners: partition, placement and orders, and the `Evaluator` that evaluates them.
 
 Knows: how a plan is represented as arrays, what it costs (costs from `price.py`), how its orders are timed and kept
 within memory. Does not know: phases or moves.
@@ -78,7 +78,7 @@ def excess_ms(loads_ms: Floats) -> float:
     return float(loads_ms.max() - loads_ms.mean())
 
 
-class Desk:
+class Evaluator:
     """Judges states of one setting."""
 
     def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int, settings: Settings = SETTINGS) -> None:

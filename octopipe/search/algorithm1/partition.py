@@ -15,18 +15,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octopipe.search.algorithm1.candidate import Desk, State
+from octopipe.search.algorithm1.candidate import Evaluator, State
 from octopipe.search.algorithm1.prices import Floats
 from octopipe.search.algorithm1.structure import recomputed, stages_of
 
 
-def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
+def migrations(evaluator: Evaluator, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
     """Those first that even out the ranks best."""
-    n, settings = len(st.stages), desk.settings
-    slides = Slides(desk, st)
+    n, settings = len(st.stages), evaluator.settings
+    slides = Slides(evaluator, st)
     if n < 2 or slides.change.shape[0] == 0:
         return
-    load = desk.loads(st.stages) + arrivals(desk, st)
+    load = evaluator.loads(st.stages) + arrivals(evaluator, st)
     single = _unevenness(load + slides.change, settings.spread)
     # Equal slides in another order for another seed.
     leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[: settings.paired]
@@ -37,15 +37,15 @@ def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str,
         a, b = divmod(int(flat), pair.shape[1])
         if pair[a, b] < np.inf and (int(leaders[a]) < b or b not in leaders):
             found.append((float(pair[a, b]), (int(leaders[a]), b)))
-    coarse = _coarse(desk, st, load)
+    coarse = _coarse(evaluator, st, load)
     yield from coarse
     for _, chosen in sorted(found)[: settings.migrations - len(coarse)]:
         yield slides.describe(chosen), slides.apply(chosen)
 
 
-def arrivals(desk: Desk, st: State) -> Floats:
+def arrivals(evaluator: Evaluator, st: State) -> Floats:
     """When the first micro-batch can reach every rank (0 for ranks without stages)."""
-    at, reached = 0.0, np.full(desk.num_ranks, np.inf)
+    at, reached = 0.0, np.full(evaluator.num_ranks, np.inf)
     for s, stage in enumerate(st.stages):
         reached[stage.rank] = min(reached[stage.rank], at)
         at += float(st.prices.ms[0, s].min() + st.prices.forward_ms[s].min())
@@ -57,23 +57,23 @@ def _unevenness(load: Floats, spread: float) -> Floats:
     return np.asarray(load.max(axis=-1) + spread * load.std(axis=-1))
 
 
-def _coarse(desk: Desk, st: State, load: Floats) -> list[tuple[str, State]]:
+def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, State]]:
     """Half of what the busiest rank has too much, to the least busy one, between the nearest of their stages."""
     rank = st.prices.rank
     busiest, least = int(np.argmax(load)), int(np.argmin(load))
-    count = round(float(load[busiest] - load[least]) / 2 / max(float(desk.layer_ms.mean()), 1e-12))
+    count = round(float(load[busiest] - load[least]) / 2 / max(float(evaluator.layer_ms.mean()), 1e-12))
     if count < 2:
         return []
     givers, takers = np.flatnonzero(rank == busiest).tolist(), np.flatnonzero(rank == least).tolist()
     out = []
-    for _, i, j in sorted((abs(i - j), i, j) for i in givers for j in takers)[: desk.settings.migrations // 4]:
-        moved = slide(desk, st, i, j, count)
+    for _, i, j in sorted((abs(i - j), i, j) for i in givers for j in takers)[: evaluator.settings.migrations // 4]:
+        moved = slide(evaluator, st, i, j, count)
         if moved is not None:
             out.append((f"migrate {count} layers from rank {busiest} to {least}", moved))
     return out
 
 
-def slide(desk: Desk, st: State, giver: int, taker: int, count: int) -> State | None:
+def slide(evaluator: Evaluator, st: State, giver: int, taker: int, count: int) -> State | None:
     """`count` layers leave stage `giver` and as many enter stage `taker`; None where the giver would be empty."""
     if st.stages[giver].num_layers <= count:
         return None
@@ -82,39 +82,39 @@ def slide(desk: Desk, st: State, giver: int, taker: int, count: int) -> State | 
         bounds[giver + 1 : taker + 1] -= count
     else:
         bounds[taker + 1 : giver + 1] += count
-    return rebounded(desk, st, bounds)
+    return rebounded(evaluator, st, bounds)
 
 
-def rebounded(desk: Desk, st: State, bounds: np.ndarray) -> State:
+def rebounded(evaluator: Evaluator, st: State, bounds: np.ndarray) -> State:
     """Other stage boundaries under the same placement and orders."""
-    return desk.restaged(st, stages_of(bounds.tolist(), st.prices.rank.tolist(), recomputed(st.stages)))
+    return evaluator.restaged(st, stages_of(bounds.tolist(), st.prices.rank.tolist(), recomputed(st.stages)))
 
 
 class Slides:
     """Every run of neighbouring boundaries that can slide by a layer, and what that changes for the ranks."""
 
-    def __init__(self, desk: Desk, st: State) -> None:
+    def __init__(self, evaluator: Evaluator, st: State) -> None:
         n = len(st.stages)
-        self.desk, self.state, self.bounds = desk, st, np.array(st.bounds)
-        bounds, rank, work, slow = self.bounds, st.prices.rank, desk.layer_ms, desk.slow
+        self.evaluator, self.state, self.bounds = evaluator, st, np.array(st.bounds)
+        bounds, rank, work, slow = self.bounds, st.prices.rank, evaluator.layer_ms, evaluator.slow
         runs: list[tuple[int, int, int]] = []
         changes = []
         for by in (-1, 1):
             # Boundary k moves one layer between stages k-1 and k; a run of boundaries adds up.
-            one = np.zeros((n, desk.num_ranks))
+            one = np.zeros((n, evaluator.num_ranks))
             for k in range(1, n):
                 ms = work[bounds[k] - 1] if by < 0 else work[bounds[k]]
                 one[k, rank[k - 1]] += by * ms * slow[rank[k - 1]]
                 one[k, rank[k]] -= by * ms * slow[rank[k]]
-            sums = np.concatenate((np.zeros((1, desk.num_ranks)), np.cumsum(one, axis=0)))
+            sums = np.concatenate((np.zeros((1, evaluator.num_ranks)), np.cumsum(one, axis=0)))
             for a in range(1, n):
-                for e in range(a, min(a + desk.settings.reach, n)):
+                for e in range(a, min(a + evaluator.settings.reach, n)):
                     giver = a - 1 if by < 0 else e
                     if bounds[giver + 1] - bounds[giver] > 1:
                         runs.append((a, e, by))
                         changes.append(sums[e + 1] - sums[a])
         self.runs = np.array(runs, np.int64).reshape(-1, 3)
-        self.change = np.array(changes).reshape(-1, desk.num_ranks)
+        self.change = np.array(changes).reshape(-1, evaluator.num_ranks)
 
     def touching(self, some: np.ndarray) -> np.ndarray:
         """[some, all]: the two slides share a stage."""
@@ -125,7 +125,7 @@ class Slides:
         bounds = self.bounds.copy()
         for a, e, by in self.runs[list(chosen)]:
             bounds[a : e + 1] += by
-        return rebounded(self.desk, self.state, bounds)
+        return rebounded(self.evaluator, self.state, bounds)
 
     def describe(self, chosen: tuple[int, ...]) -> str:
         rank = self.state.prices.rank

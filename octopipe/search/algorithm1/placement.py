@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octopipe.plans.plan import Stage
-from octopipe.search.algorithm1.candidate import Candidate, Desk, State
+from octopipe.search.algorithm1.candidate import Candidate, Evaluator, State
 from octopipe.search.algorithm1.structure import (
     derived,
     even_cuts,
@@ -34,32 +34,32 @@ from octopipe.search.algorithm1.structure import (
 )
 
 
-def moves(desk: Desk, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:
+def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:
     """Dispersions and exchanges, drawn with those first that touch long stages and long bubbles."""
-    if desk.num_ranks < 2 or not now.state.chain:
+    if evaluator.num_ranks < 2 or not now.state.chain:
         return
-    starts = layer_times(desk, now.state, now.timeline.spans.start_ms)
-    for name, stages in (*_dispersions(desk, now, lot), *_exchanges(desk, now, lot)):
-        if desk.num_ranks <= len(stages) <= desk.max_stages:
-            moved, keys = retimed(desk, now.state, starts, stages)
+    starts = layer_times(evaluator, now.state, now.timeline.spans.start_ms)
+    for name, stages in (*_dispersions(evaluator, now, lot), *_exchanges(evaluator, now, lot)):
+        if evaluator.num_ranks <= len(stages) <= evaluator.max_stages:
+            moved, keys = retimed(evaluator, now.state, starts, stages)
             yield name, moved
             if derive:
-                yield from ((name, order) for order in derived(desk, moved, keys))
-    for name, stages in _refinements(desk, now, lot):
-        moved, keys = retimed(desk, now.state, starts, stages)
+                yield from ((name, order) for order in derived(evaluator, moved, keys))
+    for name, stages in _refinements(evaluator, now, lot):
+        moved, keys = retimed(evaluator, now.state, starts, stages)
         yield name, moved
         if derive:
-            for rule in (keys, *rule_keys(desk, stages)):
-                yield from ((name, order) for order in derived(desk, moved, rule))
+            for rule in (keys, *rule_keys(evaluator, stages)):
+                yield from ((name, order) for order in derived(evaluator, moved, rule))
 
 
-def _dispersions(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
-    stages, ranks = now.state.stages, desk.num_ranks
+def _dispersions(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    stages, ranks = now.state.stages, evaluator.num_ranks
     many = [s for s, stage in enumerate(stages) if stage.num_layers > 1]
     if not many:
         return
-    load = [float(desk.layer_ms[stages[s].first : stages[s].stop].sum()) + 1e-12 for s in many]
-    for _ in range(desk.settings.dispersions):
+    load = [float(evaluator.layer_ms[stages[s].first : stages[s].stop].sum()) + 1e-12 for s in many]
+    for _ in range(evaluator.settings.dispersions):
         s = lot.choices(many, load)[0]
         stage = stages[s]
         ways = min(lot.choice((2, 2, 3, 4, ranks)), stage.num_layers, ranks)
@@ -69,42 +69,42 @@ def _dispersions(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tup
         homes = [(begin + step * k) % ranks for k in range(ways)]
         if ways == 2 and lot.random() < 0.5:
             homes.reverse()
-        yield f"disperse stage {s} over ranks {', '.join(map(str, homes))}", disperse(desk, stages, s, homes)
+        yield f"disperse stage {s} over ranks {', '.join(map(str, homes))}", disperse(evaluator, stages, s, homes)
 
 
-def disperse(desk: Desk, stages: tuple[Stage, ...], stage: int, homes: list[int]) -> tuple[Stage, ...]:
+def disperse(evaluator: Evaluator, stages: tuple[Stage, ...], stage: int, homes: list[int]) -> tuple[Stage, ...]:
     """Cut a stage into len(homes) pieces of about equal time, on these ranks; neighbours on one rank are joined."""
     layers, old = homes_of(stages), stages[stage]
-    cuts = even_cuts(desk.layer_ms, old.first, old.stop, len(homes))
+    cuts = even_cuts(evaluator.layer_ms, old.first, old.stop, len(homes))
     for home, first, stop in zip(homes, cuts[:-1], cuts[1:], strict=True):
         layers[first:stop] = [home] * (stop - first)
     return stages_on(layers, recomputed(stages))
 
 
-def _refinements(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+def _refinements(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
     """Every stage dispersed: its pieces follow each other round the ranks, or down and up again."""
-    stages, ranks = now.state.stages, desk.num_ranks
-    ways = [(k, wave) for k in (1, 2, 3) if len(stages) * k <= desk.max_stages for wave in (False, True)]
-    for more, wave in lot.sample(ways, min(len(ways), desk.settings.refinements)):
+    stages, ranks = now.state.stages, evaluator.num_ranks
+    ways = [(k, wave) for k in (1, 2, 3) if len(stages) * k <= evaluator.max_stages for wave in (False, True)]
+    for more, wave in lot.sample(ways, min(len(ways), evaluator.settings.refinements)):
         bounds = [0]
         for s in stages:
-            bounds += even_cuts(desk.layer_ms, s.first, s.stop, min(more, s.num_layers))[1:]
+            bounds += even_cuts(evaluator.layer_ms, s.first, s.stop, min(more, s.num_layers))[1:]
         homes = place(len(bounds) - 1, ranks, wave)
         finer = stages_of(bounds, homes, recomputed(stages))
         what = "place every stage anew" if more == 1 else f"disperse every stage over {more} ranks"
         yield f"{what}, {'down and up' if wave else 'round'}", stages_on(homes_of(finer), recomputed(stages))
 
 
-def _exchanges(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
     """A layer of a rank with long bubbles for a heavier one of a rank that works as much, with shorter ones."""
-    stages, work = now.state.stages, desk.layer_ms
+    stages, work = now.state.stages, evaluator.layer_ms
     homes, busy, bubbles = homes_of(stages), now.timeline.busy_ms, now.timeline.bubbles
     idle = bubbles.boundary_ms + bubbles.residual_ms + bubbles.communication_ms
     edges = {k for s in stages for k in (s.first, s.stop - 1)}
     pairs = []
-    for a in range(desk.num_ranks):
-        for b in range(desk.num_ranks):
-            if idle[a] <= idle[b] or abs(busy[a] - busy[b]) > desk.settings.comparable * busy.mean():
+    for a in range(evaluator.num_ranks):
+        for b in range(evaluator.num_ranks):
+            if idle[a] <= idle[b] or abs(busy[a] - busy[b]) > evaluator.settings.comparable * busy.mean():
                 continue
             light = [k for k, home in enumerate(homes) if home == a]
             heavy = [k for k, home in enumerate(homes) if home == b]
@@ -115,7 +115,7 @@ def _exchanges(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple
             ]  # fmt: skip
     if not pairs:
         return
-    half = desk.settings.exchanges // 2
+    half = evaluator.settings.exchanges // 2
     pairs.sort(reverse=True)
     top = pairs[: 16 * half]
     for _, i, j in dict.fromkeys(lot.sample(top, min(len(top), half)) + lot.sample(pairs, min(len(pairs), half))):
@@ -126,8 +126,10 @@ def _exchanges(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple
             yield name, stages_on(moved, recomputed(stages))
 
 
-def balanced_stages(desk: Desk, num_stages: int, wave: bool, again: bool, need: np.ndarray) -> tuple[Stage, ...]:
+def balanced_stages(
+    evaluator: Evaluator, num_stages: int, wave: bool, again: bool, need: np.ndarray
+) -> tuple[Stage, ...]:
     """Stages of about equal `need` (work or bytes per layer) round the ranks: what a search can begin with."""
-    bounds = even_cuts(need, 0, desk.costs.num_layers, num_stages)
-    layers = set(range(desk.costs.num_layers)) if again else set()
-    return stages_of(bounds, place(num_stages, desk.num_ranks, wave), layers)
+    bounds = even_cuts(need, 0, evaluator.costs.num_layers, num_stages)
+    layers = set(range(evaluator.costs.num_layers)) if again else set()
+    return stages_of(bounds, place(num_stages, evaluator.num_ranks, wave), layers)

@@ -1,7 +1,7 @@
 """Schedule tuning: advance F and I, delay W, and insert other work where a rank waits for a transfer.
 
 Paper, section VI, "Scheduling Tuning". Knows: which ops delay the end of a bubble, and how orders change. Does not
-know: phases. `Desk.advance_weights` advances a W where memory is short.
+know: phases. `Evaluator.advance_weights` advances a W where memory is short.
 
 1. Starting from the last op and from the longest bubbles, the search traces back what each op waited for. An F or I
    that was ready while its rank ran another op is moved before that op (advance; if the other is a W: delay of W).
@@ -23,15 +23,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from octopipe.plans.plan import B, F, I, R, W
-from octopipe.search.algorithm1.candidate import Candidate, Desk, State, shifted
+from octopipe.search.algorithm1.candidate import Candidate, Evaluator, State, shifted
 from octopipe.search.algorithm1.structure import derived, keys_of, recomputed, rule_keys, stages_of
 
 _TINY = 1e-6
 
 
-def moves(desk: Desk, now: Candidate, lot: random.Random, recompute: bool) -> Iterator[tuple[str, State]]:
+def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, recompute: bool) -> Iterator[tuple[str, State]]:
     """Advances, insertions, delays and whole orders, by the bubbles of the current timeline."""
-    seen, settings = _Waits(desk, now), desk.settings
+    seen, settings = _Waits(evaluator, now), evaluator.settings
     critical = seen.delays(int(np.argmax(now.timeline.spans.end_ms)))
     bubbles = seen.longest_bubbles()
     behind = [pair for x in bubbles for pair in seen.delays(x)[:4]]
@@ -45,21 +45,21 @@ def moves(desk: Desk, now: Candidate, lot: random.Random, recompute: bool) -> It
     for x, y in _some(seen.late_places(critical), settings.delays, lot):
         yield f"delay {op(x)} behind {op(y)}", shifted(now.state, x, y)
     if now.state.chain:
-        yield from _orders(desk, now, lot)
-        if recompute and desk.has_limit:
-            yield from _recomputations(desk, now, lot)
+        yield from _orders(evaluator, now, lot)
+        if recompute and evaluator.has_limit:
+            yield from _recomputations(evaluator, now, lot)
 
 
 def _some(pairs: list[tuple[int, int]], most: int, lot: random.Random) -> list[tuple[int, int]]:
     return pairs if len(pairs) <= most else lot.sample(pairs, most)
 
 
-def _orders(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
+def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
     """Whole orders: the present times or a rule's as priorities, with other patience."""
     keys = keys_of(now.state, now.timeline.spans.start_ms)
-    rules = list(rule_keys(desk, now.state.stages))
+    rules = list(rule_keys(evaluator, now.state.stages))
     longest = float(now.state.prices.ms.max())
-    for _ in range(desk.settings.rules):
+    for _ in range(evaluator.settings.rules):
         kind = lot.randrange(3)
         name, base = "derive the order anew", keys
         if kind == 1:
@@ -70,16 +70,16 @@ def _orders(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[st
         wait, overrun = lot.choice((0.0, 0.0, 0.1, 0.3)) * longest, lot.choice((1.0, 1.0, 0.5, 0.0))
         yield from (
             (name, order)
-            for order in derived(desk, now.state, base, wait_ms=wait, overrun=overrun, cutoff_ms=now.step_ms)
+            for order in derived(evaluator, now.state, base, wait_ms=wait, overrun=overrun, cutoff_ms=now.step_ms)
         )
 
 
-def _recomputations(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
+def _recomputations(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
     """Layers that drop their activations, or keep them again; the order as it is, and derived anew."""
-    st, layers = now.state, desk.costs.num_layers
+    st, layers = now.state, evaluator.costs.num_layers
     again = recomputed(st.stages)
     keys = keys_of(st, now.timeline.spans.start_ms)
-    for _ in range(desk.settings.recomputations):
+    for _ in range(evaluator.settings.recomputations):
         stage = lot.choice(st.stages)
         mine = list(range(stage.first, stage.stop))
         dropped, stays = [k for k in mine if k in again], [k for k in mine if k not in again]
@@ -96,16 +96,16 @@ def _recomputations(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[
             name, then = f"recompute {len(more)} layers of rank {stage.rank}", again | set(more)
         if then == again or not then <= set(range(layers)):
             continue
-        moved = desk.restaged(st, stages_of(st.bounds, st.prices.rank.tolist(), then))
+        moved = evaluator.restaged(st, stages_of(st.bounds, st.prices.rank.tolist(), then))
         yield name, moved
-        yield from ((name, order) for order in derived(desk, moved, keys, cutoff_ms=now.step_ms))
+        yield from ((name, order) for order in derived(evaluator, moved, keys, cutoff_ms=now.step_ms))
 
 
 class _Waits:
     """Who waited for what in a timeline."""
 
-    def __init__(self, desk: Desk, now: Candidate) -> None:
-        self.desk, self.state, self.timeline = desk, now.state, now.timeline
+    def __init__(self, evaluator: Evaluator, now: Candidate) -> None:
+        self.evaluator, self.state, self.timeline = evaluator, now.state, now.timeline
         spans, transfers = now.timeline.spans, now.timeline.transfers
         self.spans, self.count = spans, spans.rank.size
         self.preds = now.plan.predecessor_table()
@@ -120,9 +120,9 @@ class _Waits:
         first y that it could have gone before."""
         out: list[tuple[int, int]] = []
         node, binding, s = span, self.timeline.binding, self.spans
-        for _ in range(self.desk.settings.depth * 8):
+        for _ in range(self.evaluator.settings.depth * 8):
             before = int(binding[node])
-            if before < 0 or len(out) >= self.desk.settings.depth:
+            if before < 0 or len(out) >= self.evaluator.settings.depth:
                 break
             if node < self.count and before == node - 1 and s.kind[node] in (F, I, B):
                 first = self._earliest(node)
@@ -150,7 +150,7 @@ class _Waits:
         s = self.spans
         same = np.concatenate(([False], s.rank[1:] == s.rank[:-1]))
         gap = np.where(same, s.start_ms - np.concatenate(([0.0], s.end_ms[:-1])), 0.0)
-        longest = np.argsort(-gap, kind="stable")[: self.desk.settings.bubbles]
+        longest = np.argsort(-gap, kind="stable")[: self.evaluator.settings.bubbles]
         return [int(x) for x in longest if gap[x] > _TINY]
 
     def fillers(self, span: int) -> list[tuple[int, int]]:
@@ -158,7 +158,7 @@ class _Waits:
         s = self.spans
         begins = float(s.end_ms[span - 1])
         out: list[tuple[int, int]] = []
-        for z in range(span + 1, min(span + 4 * self.desk.num_micro_batches, self.count)):
+        for z in range(span + 1, min(span + 4 * self.evaluator.num_micro_batches, self.count)):
             if s.rank[z] != s.rank[span]:
                 break
             if self.ready[z] <= begins + _TINY:
@@ -167,7 +167,7 @@ class _Waits:
                 for p in self.preds[z]:
                     if p >= 0 and s.rank[p] != s.rank[z]:
                         out += self.delays(int(p))[:1]
-            if len(out) >= 2 * self.desk.settings.insertions:
+            if len(out) >= 2 * self.evaluator.settings.insertions:
                 break
         return out
 
@@ -195,4 +195,6 @@ class _Waits:
         keys = keys_of(self.state, self.spans.start_ms)
         row, stage, batch = (0 if self.spans.kind[x] == F else 1), self.spans.stage[x], self.spans.micro_batch[x]
         keys[row, stage, batch] = self.spans.start_ms[y] - _TINY
-        yield from ((name, order) for order in derived(self.desk, self.state, keys, cutoff_ms=self.timeline.step_ms))
+        yield from (
+            (name, order) for order in derived(self.evaluator, self.state, keys, cutoff_ms=self.timeline.step_ms)
+        )

@@ -30,7 +30,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.search.algorithm1 import partition, placement, schedule
-from octopipe.search.algorithm1.candidate import Candidate, Desk, State, excess_ms
+from octopipe.search.algorithm1.candidate import Candidate, Evaluator, State, excess_ms
 from octopipe.search.algorithm1.settings import SETTINGS, Settings
 from octopipe.search.algorithm1.starts import one_f_one_b, published, something_that_fits
 from octopipe.search.algorithm1.structure import derived, keys_of
@@ -80,9 +80,9 @@ class IterativeSearch:
             raise OctoPipeError(f"phases {', '.join(phases) or '(none)'}; give some of {', '.join(PHASES)}")
         self.phases = tuple(p for p in PHASES if p in phases)
         self.settings = settings
-        self.desk = Desk(costs, num_ranks, num_micro_batches, settings)
+        self.evaluator = Evaluator(costs, num_ranks, num_micro_batches, settings)
         self.budget_s, self.most, self.start = budget_s, iterations, start
-        self.may_recompute = recompute and self.desk.has_limit
+        self.may_recompute = recompute and self.evaluator.has_limit
         self.systems = systems and start is None and self.phases == PHASES
         self.lower_bound_ms, self.progress = lower_bound_ms, progress
         self.lot = random.Random(seed)
@@ -147,37 +147,39 @@ class IterativeSearch:
         """Plans that fit, in the order in which the search begins from them."""
         if self.start is not None:
             return [("start", self._given(self.start))]
-        first = one_f_one_b(self.desk)
+        first = one_f_one_b(self.evaluator)
         if first is not None:
             self._keep(first)
         others = self._published()[: self.settings.restarts] if self.systems else []
         if first is None and not others:
-            return [("something that fits", something_that_fits(self.desk, self.may_recompute))]
+            return [("something that fits", something_that_fits(self.evaluator, self.may_recompute))]
         return ([("1f1b", first)] if first is not None else []) + others
 
     def _given(self, plan: Plan) -> Candidate:
-        timeline = simulate(plan, self.desk.costs)
+        timeline = simulate(plan, self.evaluator.costs)
         if not timeline.fits:
             # Advancing W may be all it lacks; else something else that fits is better than nothing.
-            return self.desk.view(self.desk.state(plan)) or something_that_fits(self.desk, self.may_recompute)
-        return Candidate(state=self.desk.state(plan), plan=plan, timeline=timeline)
+            return self.evaluator.view(self.evaluator.state(plan)) or something_that_fits(
+                self.evaluator, self.may_recompute
+            )
+        return Candidate(state=self.evaluator.state(plan), plan=plan, timeline=timeline)
 
     def _published(self) -> list[tuple[str, Candidate]]:
         """Plans of systems that hold each layer once and fit, the fastest first."""
         until = self.began + self.settings.systems_share * self.budget_s
         found = []
-        desk = self.desk
+        evaluator = self.evaluator
         for name, plan in published(
-            desk.costs, desk.num_ranks, desk.num_micro_batches,
-            until=until if self.most is None else np.inf, recompute=self.may_recompute or not desk.has_limit,
+            evaluator.costs, evaluator.num_ranks, evaluator.num_micro_batches,
+            until=until if self.most is None else np.inf, recompute=self.may_recompute or not evaluator.has_limit,
         ):  # fmt: skip
-            timeline = simulate(plan, desk.costs, check=False)
+            timeline = simulate(plan, evaluator.costs, check=False)
             seen: Candidate | None = None
             if timeline.fits:
                 self.built[name] = timeline.step_ms
-                seen = Candidate(state=desk.state(plan), plan=plan, timeline=timeline)
+                seen = Candidate(state=evaluator.state(plan), plan=plan, timeline=timeline)
             elif not plan.replicas():
-                seen = desk.view(desk.state(plan))
+                seen = evaluator.view(evaluator.state(plan))
             if seen is not None and not plan.replicas():
                 self._keep(seen)
                 found.append((name, seen))
@@ -238,46 +240,46 @@ class IterativeSearch:
         if phase == "partition":
             return self._migrate(now)
         # A placement is judged as if its imbalance were mended already.
-        placing, desk = phase == "placement", self.desk
+        placing, evaluator = phase == "placement", self.evaluator
         derive = "schedule" in self.phases
         limit = now.without_imbalance_ms if placing else now.step_ms
         found: list[tuple[float, int, str, State]] = []
         moves = (
-            placement.moves(desk, now, self.lot, derive)
+            placement.moves(evaluator, now, self.lot, derive)
             if placing
-            else schedule.moves(desk, now, self.lot, self.may_recompute)
+            else schedule.moves(evaluator, now, self.lot, self.may_recompute)
         )
         for number, (move, st) in enumerate(moves):
-            spare = excess_ms(desk.loads(st.stages)) if placing and "partition" in self.phases else 0.0
+            spare = excess_ms(evaluator.loads(st.stages)) if placing and "partition" in self.phases else 0.0
             cutoff = min(limit + spare, here.step_ms * self.settings.placement_slack) if placing else limit
-            ms, st = desk.judge(st, cutoff)
+            ms, st = evaluator.judge(st, cutoff)
             if ms - spare < limit * (1 - self.settings.better):
                 limit = ms - spare
                 found.append((limit, number, move, st))
             if self.late():
                 break
         for _, _, move, st in reversed(found):
-            then = desk.view(st)
+            then = evaluator.view(st)
             if then is not None and (placing or then.step_ms < now.step_ms * (1 - self.settings.better)):
                 return move, then
         return "nothing better", None
 
     def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
         """The best of a few migrations, where that is better than no migration."""
-        desk, st, ms = self.desk, now.state, now.step_ms
+        evaluator, st, ms = self.evaluator, now.state, now.step_ms
         if not st.chain:
             return "nothing better", None
         chosen: tuple[str, State] | None = None
         # Orders stay as they are; where the schedule phase is on they may also be derived anew from their times.
         keys = keys_of(st, now.timeline.spans.start_ms) if "schedule" in self.phases else None
-        for move, moved in partition.migrations(desk, st, self.lot):
-            for order in (moved, *(derived(desk, moved, keys, cutoff_ms=ms) if keys is not None else ())):
-                then_ms, fitting = desk.judge(order, ms)
+        for move, moved in partition.migrations(evaluator, st, self.lot):
+            for order in (moved, *(derived(evaluator, moved, keys, cutoff_ms=ms) if keys is not None else ())):
+                then_ms, fitting = evaluator.judge(order, ms)
                 if then_ms < ms * (1 - self.settings.better):
                     ms, chosen = then_ms, (move, fitting)
             if self.late():
                 break
-        then = None if chosen is None else desk.view(chosen[1])
+        then = None if chosen is None else evaluator.view(chosen[1])
         if chosen is None or then is None or then.step_ms >= now.step_ms * (1 - self.settings.better):
             return "nothing better", None
         return chosen[0], then

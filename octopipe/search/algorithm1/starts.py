@@ -13,7 +13,7 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.search.algorithm1.candidate import Candidate, Desk
+from octopipe.search.algorithm1.candidate import Candidate, Evaluator
 from octopipe.search.algorithm1.placement import balanced_stages
 from octopipe.search.algorithm1.structure import derived, layer_times, retimed, rule_keys
 from octopipe.search.does_not_fit import does_not_fit_error
@@ -58,32 +58,32 @@ def one_f_one_b_plan(costs: CostTable, num_ranks: int, num_micro_batches: int) -
     return build_plan("1f1b", costs, num_ranks, num_micro_batches, split_backward=True)
 
 
-def one_f_one_b(desk: Desk) -> Candidate | None:
+def one_f_one_b(evaluator: Evaluator) -> Candidate | None:
     """The paper's start; None where it does not fit."""
-    plan = one_f_one_b_plan(desk.costs, desk.num_ranks, desk.num_micro_batches)
-    return desk.view(desk.state(plan))
+    plan = one_f_one_b_plan(evaluator.costs, evaluator.num_ranks, evaluator.num_micro_batches)
+    return evaluator.view(evaluator.state(plan))
 
 
-def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
+def something_that_fits(evaluator: Evaluator, may_recompute: bool) -> Candidate:
     """A plan for tight memory: layers balanced by time or by bytes, fewer micro-batches under way, recomputation."""
-    costs, ranks = desk.costs, desk.num_ranks
-    one = one_f_one_b_plan(costs, ranks, desk.num_micro_batches)
-    st = desk.state(one)
-    starts = layer_times(desk, st, simulate(one, costs, check=False).spans.start_ms)
+    costs, ranks = evaluator.costs, evaluator.num_ranks
+    one = one_f_one_b_plan(costs, ranks, evaluator.num_micro_batches)
+    st = evaluator.state(one)
+    starts = layer_times(evaluator, st, simulate(one, costs, check=False).spans.start_ms)
     bytes_ = costs.static_bytes + costs.activation_bytes
     found: Candidate | None = None
     for again in (False, True) if may_recompute else (False,):
-        for need in (desk.layer_ms, bytes_, costs.static_bytes + costs.boundary_bytes):
+        for need in (evaluator.layer_ms, bytes_, costs.static_bytes + costs.boundary_bytes):
             for more in (1, 2, 3):
                 for wave in (False, True) if more > 1 else (False,):
-                    if not ranks * more <= desk.max_stages or not float(need.sum()) > 0:
+                    if not ranks * more <= evaluator.max_stages or not float(need.sum()) > 0:
                         continue
-                    stages = balanced_stages(desk, ranks * more, wave, again, need)
-                    moved, keys = retimed(desk, st, starts, stages)
-                    for rule in (keys, *rule_keys(desk, stages)):
-                        for order in derived(desk, moved, rule):
-                            ms, order = desk.judge(order, np.inf if found is None else found.step_ms)
-                            seen = desk.view(order) if ms < np.inf else None
+                    stages = balanced_stages(evaluator, ranks * more, wave, again, need)
+                    moved, keys = retimed(evaluator, st, starts, stages)
+                    for rule in (keys, *rule_keys(evaluator, stages)):
+                        for order in derived(evaluator, moved, rule):
+                            ms, order = evaluator.judge(order, np.inf if found is None else found.step_ms)
+                            seen = evaluator.view(order) if ms < np.inf else None
                             if seen is not None and (found is None or seen.step_ms < found.step_ms):
                                 found = seen
         if found is not None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from octopipe.plans.plan import B, F, I, Stage, W
-from octopipe.search.algorithm1.candidate import Desk, State, TooSlow, recomputing
+from octopipe.search.algorithm1.candidate import Evaluator, State, TooSlow, recomputing
 from octopipe.search.algorithm1.prices import Floats
 
 Keys = tuple[float, float, float, float, float]
@@ -44,33 +44,33 @@ def stages_on(homes: Sequence[int], again: set[int], cuts: set[int] | None = Non
     return stages_of(bounds, [homes[k] for k in bounds[:-1]], again)
 
 
-def layer_times(desk: Desk, st: State, starts: Floats) -> Floats:
+def layer_times(evaluator: Evaluator, st: State, starts: Floats) -> Floats:
     """When every layer's F, I and W ran: [F, I or W, layer, micro_batch]."""
-    at = np.zeros((3, desk.costs.num_layers, desk.num_micro_batches))
+    at = np.zeros((3, evaluator.costs.num_layers, evaluator.num_micro_batches))
     stage, kind, batch = st.ops.T
     first, stop = np.array([s.first for s in st.stages]), np.array([s.stop for s in st.stages])
-    begins = np.zeros((5, len(st.stages), desk.num_micro_batches))
+    begins = np.zeros((5, len(st.stages), evaluator.num_micro_batches))
     begins[kind, stage, batch] = starts
     fused = np.zeros(len(st.stages), bool)
     fused[stage[kind == B]] = True
     begins[I] = np.where(fused[:, None], begins[B], begins[I])
     begins[W] = np.where(fused[:, None], begins[B] + st.prices.ms[I], begins[W])
     of = np.repeat(np.arange(len(st.stages)), stop - first)
-    layers = np.arange(desk.costs.num_layers)
-    slow = desk.slow[st.prices.rank[of]][:, None]
-    at[0] = begins[F][of] + slow * (desk.sums[0][:, layers] - desk.sums[0][:, first[of]]).T
-    at[1] = begins[I][of] + slow * (desk.sums[1][:, stop[of]] - desk.sums[1][:, layers + 1]).T
+    layers = np.arange(evaluator.costs.num_layers)
+    slow = evaluator.slow[st.prices.rank[of]][:, None]
+    at[0] = begins[F][of] + slow * (evaluator.sums[0][:, layers] - evaluator.sums[0][:, first[of]]).T
+    at[1] = begins[I][of] + slow * (evaluator.sums[1][:, stop[of]] - evaluator.sums[1][:, layers + 1]).T
     at[2] = begins[W][of]
     return at
 
 
-def retimed(desk: Desk, st: State, at: Floats, stages: tuple[Stage, ...]) -> tuple[State, Floats]:
+def retimed(evaluator: Evaluator, st: State, at: Floats, stages: tuple[Stage, ...]) -> tuple[State, Floats]:
     """The order carried over to other stages, and its keys [F or I, stage, micro_batch].
 
     Every layer ran at some time in the old order (`at`, of layer_times); a new stage's op stands where its first
     layer's did (W: its last). Times grow along everything an op needs, so no deadlock can come of it.
     """
-    most = desk.num_micro_batches
+    most = evaluator.num_micro_batches
     first, last = [s.first for s in stages], [s.stop - 1 for s in stages]
     weights = np.maximum.reduceat(at[2], first, axis=0)
     forward, inward = at[0, first], at[1, last]
@@ -83,12 +83,12 @@ def retimed(desk: Desk, st: State, at: Floats, stages: tuple[Stage, ...]) -> tup
         parts.append(np.stack([rank[stage], time.ravel(), depth, stage, np.full(stage.size, code), batch]))
     table = np.concatenate(parts, axis=1)
     table = table[:, np.lexsort((table[2], table[1], table[0]))]
-    offsets = np.searchsorted(table[0], np.arange(desk.num_ranks + 1)).astype(np.int32)
+    offsets = np.searchsorted(table[0], np.arange(evaluator.num_ranks + 1)).astype(np.int32)
     ops = np.ascontiguousarray(table[3:].T.astype(np.int32))
     routes = (tuple(range(n)),)
     new = State(
         stages=stages, routes=routes, route_of=st.route_of, ops=ops, offsets=offsets,
-        prices=desk.price(stages, routes, st.route_of),
+        prices=evaluator.price(stages, routes, st.route_of),
     )  # fmt: skip
     return recomputing(new), np.stack([forward, inward])
 
@@ -103,11 +103,11 @@ def keys_of(st: State, starts: Floats) -> Floats:
     return keys
 
 
-def rule_keys(desk: Desk, stages: Sequence[Stage]) -> Iterator[Floats]:
+def rule_keys(evaluator: Evaluator, stages: Sequence[Stage]) -> Iterator[Floats]:
     """Keys of simple rules: micro-batch against place in the chain, gradients first or in turn."""
-    r, most = float(desk.num_ranks), np.arange(desk.num_micro_batches)
-    forward, inward = np.cumsum(desk.costs.forward_ms), np.cumsum(desk.costs.input_ms)
-    ahead = np.array([forward[s.first] - desk.costs.forward_ms[s.first] for s in stages]) / max(forward[-1], 1e-12)
+    r, most = float(evaluator.num_ranks), np.arange(evaluator.num_micro_batches)
+    forward, inward = np.cumsum(evaluator.costs.forward_ms), np.cumsum(evaluator.costs.input_ms)
+    ahead = np.array([forward[s.first] - evaluator.costs.forward_ms[s.first] for s in stages]) / max(forward[-1], 1e-12)
     behind = 1.0 - np.array([inward[s.stop - 1] for s in stages]) / max(inward[-1], 1e-12)
     rules: tuple[Keys, ...] = (
         (1.0, r / 2, 1.0, r / 2, -1e3), (1.0, r / 2, 1.0, r / 2, -r / 4), (1.0, -r, 1.0, 0.0, -1e3),
@@ -136,23 +136,29 @@ def even_cuts(work: Floats, first: int, stop: int, ways: int) -> list[int]:
 
 
 def derived(
-    desk: Desk, st: State, keys: Floats, *, wait_ms: float = 0.0, overrun: float = 1.0, cutoff_ms: float = np.inf
+    evaluator: Evaluator,
+    st: State,
+    keys: Floats,
+    *,
+    wait_ms: float = 0.0,
+    overrun: float = 1.0,
+    cutoff_ms: float = np.inf,
 ) -> Iterator[State]:
     """Orders of the chain by list scheduling; under a memory limit with fewer micro-batches under way as well. Those
     that would take longer than the cutoff are left out."""
-    most = desk.num_micro_batches
+    most = evaluator.num_micro_batches
     flights = [most]
-    if desk.has_limit:
+    if evaluator.has_limit:
         p = st.prices
         again = np.array([bool(s.recompute) for s in st.stages])
-        held = np.bincount(p.rank, np.where(again, p.kept[:, 0], p.held[:, 0]), desk.num_ranks)
+        held = np.bincount(p.rank, np.where(again, p.kept[:, 0], p.held[:, 0]), evaluator.num_ranks)
         with np.errstate(divide="ignore", invalid="ignore"):
-            safe = int(np.nanmin(np.where(held > 0, np.clip((desk.capacity - p.static) / held, 1, most), most)))
+            safe = int(np.nanmin(np.where(held > 0, np.clip((evaluator.capacity - p.static) / held, 1, most), most)))
         flights = sorted({most, min(2 * safe, most), min(safe + 1, most), safe, max(1, safe - 1), 1}, reverse=True)
     found = 0
     for flight in flights:
         try:
-            new = desk.arranged(st, keys, flight=flight, wait_ms=wait_ms, overrun=overrun, cutoff_ms=cutoff_ms)
+            new = evaluator.arranged(st, keys, flight=flight, wait_ms=wait_ms, overrun=overrun, cutoff_ms=cutoff_ms)
         except TooSlow:
             new, found = None, found + 1
         if new is not None:

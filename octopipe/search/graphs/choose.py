@@ -12,7 +12,9 @@ from dataclasses import replace
 from octopipe.base.compile import usable_cores
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
 from octopipe.search.graphs.cut_head import CutHeadSearch
+from octopipe.search.graphs.layout import Layout
 from octopipe.search.graphs.surrogate import chain_for, layout_of, with_shards
 from octopipe.search.result import Callback, Found, Progress, Step
 
@@ -37,25 +39,18 @@ def with_cut_head(
     search_chain: SearchChain,
     workers: int | None = None,
 ) -> tuple[Found, float]:
-    """What was found with a whole head, or the best plan that cuts it where that is faster; and the step time of the
-    best plan with a whole head. `search_chain(costs, seconds)` is the search for chains of stages."""
+    """The result of the search with a whole head, or the best plan that splits the head if that is faster; and the
+    step time of the best plan with a whole head.
+
+    `search_chain(costs, seconds)` is the search for chains of stages.
+    """
     whole_ms = found.timeline.step_ms
     if num_ranks < 2 or costs.num_layers < 3:
         return found, whole_ms
     seconds = found.log[-1].seconds if found.log else 0.0
-    plans, starts = [], [found.plan]
-    try:
-        body = search_chain(chain_for(costs, num_ranks), budget_s * CHAIN_SHARE)
-    except OctoPipeError:  # it does not fit; where shards fit, the search below finds out
-        body = None
-    if body is not None:
-        found = replace(
-            found, iterations=found.iterations + body.iterations, interrupted=found.interrupted or body.interrupted
-        )
-        starts.insert(0, body.plan)
-        layout = layout_of(body.plan, num_ranks)
-        if layout is not None and costs.tied_bytes == 0:
-            plans.append((layout, with_shards(body.plan, chain_for(costs, num_ranks), layout)))
+    found, starts, plans = _with_chain(
+        found, costs, num_ranks, lambda chain: search_chain(chain, budget_s * CHAIN_SHARE)
+    )
     if found.interrupted:
         return found, whole_ms
     budget_s *= 1.0 - CHAIN_SHARE
@@ -103,3 +98,21 @@ def with_cut_head(
         return found, whole_ms
     step = Step(found.iterations, seconds + searched.seconds, "schedule", "cut head", whole_ms, after, after)
     return replace(found, plan=plan, timeline=timeline, log=[*found.log, step], finalists=[plan]), whole_ms
+
+
+def _with_chain(
+    found: Found, costs: CostTable, num_ranks: int, search_chain: Callable[[CostTable], Found]
+) -> tuple[Found, list[Plan], list[tuple[Layout, Plan]]]:
+    """What was found, with the effort of a search for the chain that stands for the split model (`surrogate`) added;
+    the plans whose structures the search for split heads begins with; and plans with a split head for it to polish."""
+    try:
+        body = search_chain(chain_for(costs, num_ranks))
+    except OctoPipeError:  # it does not fit; whether shards fit is for the search for split heads to find out
+        return found, [found.plan], []
+    effort = found.iterations + body.iterations
+    found = replace(found, iterations=effort, interrupted=found.interrupted or body.interrupted)
+    layout = layout_of(body.plan, num_ranks)
+    plans = []
+    if layout is not None and costs.tied_bytes == 0:
+        plans.append((layout, with_shards(body.plan, chain_for(costs, num_ranks), layout)))
+    return found, [body.plan, found.plan], plans

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
-from octopipe.plans.paths import Arrow, neighbours
+from octopipe.plans.paths import Edge, neighbours
 from octopipe.plans.plan import Stage
 from octopipe.plans.price import PARTIAL_BYTES
 
@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Partition and placement of a model whose head is cut."""
+    """Partition and placement of a model whose head is split."""
 
     bounds: tuple[int, ...]
     """Borders of the body's stages: from the first layer that is not cut to the head."""
@@ -44,7 +44,7 @@ class Layout:
         return self.bounds[0] > 0
 
     def stages(self) -> list[Stage]:
-        """Shards of the embedding, the body, shards of the head, the loss."""
+        """The stages in the order of the path: shards of the embedding, the body, shards of the head, the loss."""
         count, head = len(self.shards), self.bounds[-1]
         parts = [(k, count) for k in range(count)]
         out = []
@@ -63,7 +63,7 @@ class Layout:
         """The last stage of the body, whose output goes to every shard."""
         return (len(self.shards) if self.cuts_embedding else 0) + len(self.ranks) - 1
 
-    def arrows(self) -> tuple[Arrow, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         count, last = len(self.shards), self.fork
         first = count if self.cuts_embedding else 0
         loss = last + 1 + count
@@ -73,7 +73,7 @@ class Layout:
 
 
 class Priced(NamedTuple):
-    """A layout as the kernels `schedule` and `orders` read it."""
+    """The costs of a layout as the kernels `schedule` and `orders` read them."""
 
     ms: Floats
     """[F, I or W, stage, micro-batch]"""
@@ -106,7 +106,7 @@ class Priced(NamedTuple):
 
 
 class Prices:
-    """Prices of layouts of one model on one cluster."""
+    """The costs of layouts of one model on one cluster."""
 
     def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int):
         self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
@@ -133,9 +133,10 @@ class Prices:
         self.layer_ms = size.mean(axis=0) * costs.layer_ms
 
     def of(self, layout: Layout, tight: float) -> Priced | None:
-        """None where weights, or one micro-batch beside them, leave no room. `tight`: share of what is free that may be
-        used; the rest is for what schedules do not count (buffers of transfers)."""
-        stages, arrows = layout.stages(), layout.arrows()
+        """The costs of a layout; None if weights, or one micro-batch beside them, leave no memory. `tight` is the
+        share of the free memory that may be used; the rest is for what schedules do not count (buffers of
+        transfers)."""
+        stages, path_edges = layout.stages(), layout.edges()
         count, shape = len(stages), (len(stages), self.num_micro_batches)
         rank = np.array([s.rank for s in stages], np.int64)
         part = np.array([1.0 if s.shard is None else 1.0 / s.shard[1] for s in stages])
@@ -147,7 +148,7 @@ class Prices:
         nbytes = np.broadcast_to(self._boundary[:, stop - 1].T, shape).copy()
         nbytes[[k for k, s in enumerate(stages) if s.shard is not None and s.first > 0]] = self._partial
         route = tuple(range(count))
-        before, after = neighbours((route,), (arrows,), count)
+        before, after = neighbours((route,), (path_edges,), count)
         share = np.ones((1, count))
         fork = layout.fork
         share[0, fork] = max(1, len({*layout.shards} - {layout.ranks[-1]}))

@@ -20,7 +20,7 @@ NEAR, FAR = 4, 40
 
 
 class Waits(NamedTuple):
-    """What ops wait for, and room to follow that; all of them [F or I, stage, micro-batch]."""
+    """What ops wait for, and working space to follow it; all arrays are [F or I, stage, micro-batch]."""
 
     needed: Any
     """How many results an op waits for."""
@@ -32,9 +32,9 @@ class Waits(NamedTuple):
 
 @njit
 def follow(p, seq, lengths, waits, cutoff):  # type: ignore[no-untyped-def]
-    """Makespan of the orders `seq[rank, :lengths[rank]]` of a layout with prices `p` (`layout.Priced`); infinite where
-    they wait for each other, exceed a rank's room or take longer than `cutoff`. An op is packed as
-    (kind * stages + stage) * micro-batches + micro-batch."""
+    """The makespan of the orders `seq[rank, :lengths[rank]]` of a layout with costs `p` (`layout.Priced`); infinite
+    if they deadlock, exceed the memory of a rank or take longer than `cutoff`. An op is packed as (kind * stages +
+    stage) * micro-batches + micro-batch."""
     size, micro_batches, ranks, inf = p.rank.size, p.path.size, p.room.size, np.inf
     arrived, missing = waits.arrived, waits.missing
     missing[:] = waits.needed
@@ -97,7 +97,8 @@ def follow(p, seq, lengths, waits, cutoff):  # type: ignore[no-untyped-def]
 
 @njit
 def polish(p, seq, best, lengths, waits, rng, moves, heat, now, best_ms):  # type: ignore[no-untyped-def]
-    """`moves` moves of one op each at the temperature `heat` (ms); returns the makespans of `seq` and of `best`."""
+    """Apply `moves` moves of one op each at the temperature `heat` (ms); returns the makespans of `seq` and of
+    `best`."""
     size, micro_batches, ranks = p.rank.size, p.path.size, p.room.size
     for _ in range(moves):
         r = below(rng, ranks)

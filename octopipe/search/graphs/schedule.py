@@ -26,11 +26,11 @@ of later stages' bytes that is kept free."""
 OP_F, OP_I, OP_W = 0, 2, 3
 """As plan.KINDS."""
 MS_F, MS_I, MS_W = 0, 1, 2
-"""Rows of `Priced.ms` and of `Desk.done`."""
+"""Rows of `Priced.ms` and of `OrderState.done`."""
 
 
 class Priorities(NamedTuple):
-    """By what a rank decides."""
+    """What a rank decides by."""
 
     forward: Any
     """[stage]"""
@@ -40,8 +40,8 @@ class Priorities(NamedTuple):
     numbers: Any
 
 
-class Desk(NamedTuple):
-    """What is known while orders are built."""
+class OrderState(NamedTuple):
+    """The state of ranks and stages while orders are built."""
 
     arrived: Any
     """[2, stage, micro-batch]: when the last of the results that F and I wait for arrives, of those known so far."""
@@ -70,10 +70,10 @@ class Desk(NamedTuple):
 
 @njit
 def schedule(p, keys, cutoff, out, lengths):  # type: ignore[no-untyped-def]
-    """Makespan of the orders that the keys give a layout with prices `p` (`layout.Priced`); infinite where they block
-    or exceed `cutoff`. `out[rank]` gets the ops packed, `lengths` how many."""
+    """The makespan of the orders that the keys give a layout with costs `p` (`layout.Priced`); infinite if they
+    deadlock or exceed `cutoff`. `out[rank]` receives the packed ops, `lengths` their number."""
     size, micro_batches, ranks, inf = p.rank.size, p.path.size, p.room.size, np.inf
-    desk = Desk(
+    state = OrderState(
         arrived=np.zeros((2, size, micro_batches)),
         missing=np.zeros((2, size, micro_batches), np.int64),
         channel=np.zeros((ranks, ranks)),
@@ -87,7 +87,7 @@ def schedule(p, keys, cutoff, out, lengths):  # type: ignore[no-untyped-def]
         mine=np.zeros((ranks, size), np.int64),
         holds=np.zeros(ranks, np.int64),
     )
-    set_up(p, desk)
+    set_up(p, state)
     for r in range(ranks):
         lengths[r] = 0
     end = 0.0
@@ -95,69 +95,69 @@ def schedule(p, keys, cutoff, out, lengths):  # type: ignore[no-untyped-def]
         r = -1
         unfinished = False
         for k in range(ranks):
-            if desk.left[k] > 0:
+            if state.left[k] > 0:
                 unfinished = True
-                if desk.clock[k] < inf and (r < 0 or desk.clock[k] < desk.clock[r]):
+                if state.clock[k] < inf and (r < 0 or state.clock[k] < state.clock[r]):
                     r = k
         if not unfinished:
             return end
         if r < 0:
             return inf
-        now = desk.clock[r]
-        if now + desk.work[r] > cutoff:
+        now = state.clock[r]
+        if now + state.work[r] > cutoff:
             return inf
-        s, kind, next_at = choose(p, keys, desk, r)
+        s, kind, next_at = choose(p, keys, state, r)
         if s < 0:
-            desk.clock[r] = next_at
-            desk.idle[r] = 1
-            desk.free[r] = now
+            state.clock[r] = next_at
+            state.idle[r] = 1
+            state.free[r] = now
             continue
-        m, over = run(p, desk, r, s, kind)
+        m, over = run(p, state, r, s, kind)
         out[r, lengths[r]] = (kind * size + s) * micro_batches + m
         lengths[r] += 1
-        desk.left[r] -= 1
-        desk.clock[r] = over
-        desk.idle[r] = 0
+        state.left[r] -= 1
+        state.clock[r] = over
+        state.idle[r] = 0
         end = max(end, over)
 
 
 @njit
-def set_up(p, desk):  # type: ignore[no-untyped-def]
-    """Which stages a rank holds, what they wait for, and how much there is to do."""
+def set_up(p, state):  # type: ignore[no-untyped-def]
+    """Initialise which stages a rank holds, what they wait for, and how much work there is."""
     for s in range(p.rank.size):
         r = p.rank[s]
-        desk.mine[r, desk.holds[r]] = s
-        desk.holds[r] += 1
-        desk.left[r] += 3 * p.counts[s]
+        state.mine[r, state.holds[r]] = s
+        state.holds[r] += 1
+        state.left[r] += 3 * p.counts[s]
         for j in range(p.counts[s]):
             m = p.turns[s, j]
             for k in range(p.before.shape[2]):
                 if p.before[p.path[m], s, k] >= 0:
-                    desk.missing[FOR_F, s, m] += 1
-            desk.missing[FOR_I, s, m] = 1
+                    state.missing[FOR_F, s, m] += 1
+            state.missing[FOR_I, s, m] = 1
             for k in range(p.after.shape[2]):
                 if p.after[p.path[m], s, k] >= 0:
-                    desk.missing[FOR_I, s, m] += 1
+                    state.missing[FOR_I, s, m] += 1
             for kind in range(3):
-                desk.work[r] += p.ms[kind, s, m]
+                state.work[r] += p.ms[kind, s, m]
 
 
 @njit
-def choose(p, keys, desk, r):  # type: ignore[no-untyped-def]
-    """What rank r runs now: the stage, or -1 where it waits; the kind; and until when it waits."""
-    now, numbers, inf = desk.clock[r], keys.numbers, np.inf
+def choose(p, keys, state, r):  # type: ignore[no-untyped-def]
+    """What rank r runs now: the stage (-1 if it waits), the kind of the op, and until when it waits."""
+    now, numbers, inf = state.clock[r], keys.numbers, np.inf
     ready, kind, low = -1, OP_F, inf
     soon_low, soon_at, next_at = inf, inf, inf
     blocked = inf
-    for place in range(desk.holds[r]):
-        s = desk.mine[r, place]
-        j = desk.done[MS_F, s]
-        if j < p.counts[s] and j - desk.done[MS_I, s] < keys.flight[s]:
+    for place in range(state.holds[r]):
+        s = state.mine[r, place]
+        j = state.done[MS_F, s]
+        if j < p.counts[s] and j - state.done[MS_I, s] < keys.flight[s]:
             m = p.turns[s, j]
-            if desk.missing[FOR_F, s, m] == 0:
-                at = desk.arrived[FOR_F, s, m]
+            if state.missing[FOR_F, s, m] == 0:
+                at = state.arrived[FOR_F, s, m]
                 key = numbers[A_F] * j + keys.forward[s]
-                if desk.used[r] + p.held[s, m] + numbers[RESERVE] * p.later[s] > p.room[r]:
+                if state.used[r] + p.held[s, m] + numbers[RESERVE] * p.later[s] > p.room[r]:
                     if at <= now and key < blocked:
                         blocked = key
                 elif at <= now:
@@ -167,11 +167,11 @@ def choose(p, keys, desk, r):  # type: ignore[no-untyped-def]
                     next_at = min(next_at, at)
                     if at <= now + numbers[LOOK] and key < soon_low:
                         soon_low, soon_at = key, at
-        j = desk.done[MS_I, s]
-        if j < desk.done[MS_F, s]:
+        j = state.done[MS_I, s]
+        if j < state.done[MS_F, s]:
             m = p.turns[s, j]
-            if desk.missing[FOR_I, s, m] == 0:
-                at = desk.arrived[FOR_I, s, m]
+            if state.missing[FOR_I, s, m] == 0:
+                at = state.arrived[FOR_I, s, m]
                 key = numbers[C_I] + numbers[A_I] * j + keys.inward[s]
                 if at <= now:
                     if key < low:
@@ -184,26 +184,26 @@ def choose(p, keys, desk, r):  # type: ignore[no-untyped-def]
         ready = -1
         next_at = soon_at
     if ready < 0 or blocked < low:
-        w = fitting_weight(p, keys, desk, r, next_at - now if ready < 0 else -1.0)
+        w = fitting_weight(p, keys, state, r, next_at - now if ready < 0 else -1.0)
         if w >= 0:
             ready, kind = w, OP_W
     return ready, kind, next_at
 
 
 @njit
-def fitting_weight(p, keys, desk, r, gap):  # type: ignore[no-untyped-def]
-    """The stage whose W fills a gap best: the longest that fits, else the one that overruns least; where there is no
-    gap (negative), the one that frees most. -1: none."""
+def fitting_weight(p, keys, state, r, gap):  # type: ignore[no-untyped-def]
+    """The stage whose W fills a gap best: the longest that fits, otherwise the one that overruns least; without a
+    gap (negative), the one that frees most memory. -1 if there is none."""
     best, found = -np.inf, -1
-    for place in range(desk.holds[r]):
-        s = desk.mine[r, place]
-        if desk.done[MS_W, s] < desk.done[MS_I, s]:
-            m = p.turns[s, desk.done[MS_W, s]]
+    for place in range(state.holds[r]):
+        s = state.mine[r, place]
+        if state.done[MS_W, s] < state.done[MS_I, s]:
+            m = p.turns[s, state.done[MS_W, s]]
             took = p.ms[MS_W, s, m]
             if gap < 0.0:
                 score = p.stash[s, m]
             elif gap == np.inf:
-                score = -np.float64(desk.done[MS_W, s])
+                score = -np.float64(state.done[MS_W, s])
             elif took <= gap + 1e-9:
                 score = took
             elif took <= gap + keys.numbers[OVER]:
@@ -216,45 +216,45 @@ def fitting_weight(p, keys, desk, r, gap):  # type: ignore[no-untyped-def]
 
 
 @njit
-def run(p, desk, r, s, kind):  # type: ignore[no-untyped-def]
-    """Run the next op of a stage on rank r and hand on what it makes: its micro-batch and its end."""
+def run(p, state, r, s, kind):  # type: ignore[no-untyped-def]
+    """Run the next op of a stage on rank r and pass on its result; returns its micro-batch and its end."""
     row = MS_F if kind == OP_F else MS_I if kind == OP_I else MS_W
-    m = p.turns[s, desk.done[row, s]]
-    over = desk.clock[r] + p.ms[row, s, m]
-    desk.work[r] -= p.ms[row, s, m]
-    desk.done[row, s] += 1
+    m = p.turns[s, state.done[row, s]]
+    over = state.clock[r] + p.ms[row, s, m]
+    state.work[r] -= p.ms[row, s, m]
+    state.done[row, s] += 1
     if kind == OP_F:
-        desk.used[r] += p.held[s, m]
-        desk.arrived[FOR_I, s, m] = max(desk.arrived[FOR_I, s, m], over)
-        desk.missing[FOR_I, s, m] -= 1
+        state.used[r] += p.held[s, m]
+        state.arrived[FOR_I, s, m] = max(state.arrived[FOR_I, s, m], over)
+        state.missing[FOR_I, s, m] -= 1
         for k in range(p.after.shape[2]):
             t = p.after[p.path[m], s, k]
             if t >= 0:
-                reach(p, desk, FOR_F, t, m, r, over, s)
+                reach(p, state, FOR_F, t, m, r, over, s)
     elif kind == OP_I:
-        desk.used[r] -= p.held[s, m] - p.stash[s, m]
+        state.used[r] -= p.held[s, m] - p.stash[s, m]
         for k in range(p.before.shape[2]):
             t = p.before[p.path[m], s, k]
             if t >= 0:
-                reach(p, desk, FOR_I, t, m, r, over, t)
+                reach(p, state, FOR_I, t, m, r, over, t)
     else:
-        desk.used[r] -= p.stash[s, m]
+        state.used[r] -= p.stash[s, m]
     return m, over
 
 
 @njit
-def reach(p, desk, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
-    """Hand a result on to stage t, whose rank looks again where that was the last result it waited for."""
+def reach(p, state, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
+    """Pass a result on to stage t; its rank decides again if that was the last result it waited for."""
     q = p.rank[t]
-    last = join(p, desk.arrived, desk.missing, desk.channel, row, t, m, r, end, giver)
-    if last and desk.idle[q] == 1:
-        desk.clock[q] = min(desk.clock[q], max(desk.arrived[row, t, m], desk.free[q]))
+    last = join(p, state.arrived, state.missing, state.channel, row, t, m, r, end, giver)
+    if last and state.idle[q] == 1:
+        state.clock[q] = min(state.clock[q], max(state.arrived[row, t, m], state.free[q]))
 
 
 @njit
 def join(p, arrived, missing, channel, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
-    """Hand a result of rank r on to stage t; True where it was the last one that t waited for. `giver` is the stage
-    whose output, or the gradient of whose output, travels."""
+    """Pass a result of rank r on to stage t; returns True if it was the last one that t waited for. `giver` is the
+    stage whose output, or the gradient of whose output, is sent."""
     q = p.rank[t]
     hop = p.latency[r, q] + p.nbytes[giver, m] * p.share[p.path[m], giver] * p.per_byte[r, q]
     arrived[row, t, m] = max(arrived[row, t, m], handed_over(channel, r, q, end, hop))

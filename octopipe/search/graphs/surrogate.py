@@ -18,7 +18,7 @@ SPREAD = ("forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_byte
 
 
 def chain_for(costs: CostTable, parts: int) -> CostTable:
-    """The costs of the chain: one of `parts` shards at the end, the rest spread over the layers between the ends."""
+    """The costs of the chain: one of `parts` shards at its end, and the others spread over the layers in between."""
     inner = costs.layer_ms[1:-1]
     weight = inner / inner.sum() if inner.sum() > 0 else np.full(inner.size, 1.0 / max(inner.size, 1))
     changed: dict[str, object] = {}
@@ -32,7 +32,7 @@ def chain_for(costs: CostTable, parts: int) -> CostTable:
 
 
 def layout_of(plan: Plan, parts: int) -> Layout | None:
-    """A chain's partition without its head, which is cut into `parts`; None where a layer is held twice."""
+    """The partition of a chain without its head, which is split into `parts`; None if a layer is held twice."""
     head = plan.num_layers - 1
     if len(plan.routes) != 1 or plan.forks or head < 2:
         return None
@@ -47,8 +47,8 @@ def layout_of(plan: Plan, parts: int) -> Layout | None:
 
 
 def with_shards(plan: Plan, chain: CostTable, layout: Layout) -> Plan:
-    """A plan of the chain with the head's ops in the place of those of its shards, on every rank when the chain's own
-    head would run."""
+    """A plan of the chain in which the head's ops are replaced by those of its shards, on every rank at the time
+    when the chain's own head would run."""
     timeline = simulate(plan, chain, check=False)
     head, size = plan.num_layers - 1, len(layout.ranks)
     number = {s: k for k, s in enumerate(plan.routes[0]) if plan.stages[s].first < head}
@@ -81,5 +81,5 @@ def with_shards(plan: Plan, chain: CostTable, layout: Layout) -> Plan:
         stages=tuple(layout.stages()),
         orders=tuple(tuple(op for *_, op in sorted(row, key=lambda entry: entry[:2])) for row in rows),
         routes=(tuple(range(loss + 1)),),
-        edges=(layout.arrows(),),
+        edges=(layout.edges(),),
     )

@@ -24,7 +24,7 @@ HOT, COLD = 2e-2, 2e-4
 
 
 class Weights(NamedTuple):
-    """Running sums over layers, from 0 to all of them."""
+    """Prefix sums over layers."""
 
     time: Any
     activation: Any
@@ -33,7 +33,7 @@ class Weights(NamedTuple):
 
 @njit
 def unbalance(weights, bounds, rank, flight, slow, room):  # type: ignore[no-untyped-def]
-    """What a partition costs: its busiest rank, its longest stage, and memory beyond `room`."""
+    """The cost of a partition: its busiest rank, its longest stage, and memory beyond `room`."""
     ranks = slow.size
     load = np.zeros(ranks)
     held = np.zeros(ranks)
@@ -63,9 +63,9 @@ def unbalance(weights, bounds, rank, flight, slow, room):  # type: ignore[no-unt
 
 @njit
 def balance(weights, bounds, rank, flight, slow, room, draws):  # type: ignore[no-untyped-def]
-    """The best partition found from `bounds` on, by moving runs of neighbouring borders by a layer.
+    """The best partition found from `bounds` on, by moving runs of adjacent boundaries by one layer.
 
-    `draws[move]` holds four numbers between 0 and 1.
+    `draws[move]` holds four random numbers between 0 and 1.
     """
     size = rank.size
     now = bounds.copy()

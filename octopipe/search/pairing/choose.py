@@ -1,7 +1,8 @@
 """The last step of a search in which ops have an exchange: compares the best plans with and without pairs.
 
 Knows: which plans are compared (published systems with their pairs, the plan of the search without pairs after pairing
-its adjacent ops, and the result of `PairSearch`). Does not know: how any of them is found.
+its adjacent ops, and the result of `PairSearch`), and that the fastest are polished and given partners for what they
+leave exposed. Does not know: how any of them is found.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.pair_price import PairPrices
 from octopipe.plans.plan import Op, Plan
+from octopipe.search.pairing.partners import with_partners
 from octopipe.search.pairing.polish import Polisher
 from octopipe.search.pairing.search import PairSearch
+from octopipe.search.pairing.slot_orders import better
 from octopipe.search.result import Found, Step
 from octopipe.search.systems.registry import build_plan
 from octopipe.simulation.simulator import simulate
@@ -24,8 +27,13 @@ OVERLAPPED_SYSTEMS = ("dualpipe", "dualpipev", "interleaved-overlap")
 PAIR_MOVES = 400
 """Schedules judged where moves are counted, for each thousand moves of the search without pairs, and at least."""
 
-POLISHED = 0.4
-"""Share of the time in which the orders of the best plans are polished."""
+POLISHED_SMALL, POLISHED_LARGE, HIDING = 0.5, 0.15, 0.1
+"""Shares of the time in which the orders of the best plans are polished, where that is time enough and where it is not,
+and in which exposed ops of the best one get partners."""
+CHANGES_PER_OP, MOST_CHANGES = 12, 6000
+"""Polishing gains something from about so many changes per op on; where moves are counted, at most so many."""
+CHANGE_S, CHANGE_S_PER_OP = 1e-4, 2.5e-7
+"""About how long one change takes."""
 RIVALS, WITHIN = 2, 0.03
 """So many plans are polished, those that take at most so much longer than the best: which of them ends ahead is not
 known before."""
@@ -46,17 +54,19 @@ def with_pairs(
     iterations: int | None,
     copies: bool,
 ) -> Found:
-    """What was found without pairs, or the best plan with pairs where that is faster."""
+    """The result of the search without pairs, or the best plan with pairs if that is faster."""
     setting = costs, num_ranks, num_micro_batches
     # The search without pairs was told nothing of exchanges; its plan is the same, its lanes are drawn.
     best: tuple[Plan, Timeline] = found.plan, simulate(found.plan, costs)
     log, systems = list(found.log), dict(found.systems)
     moves = None if iterations is None else max(PAIR_MOVES, PAIR_MOVES * iterations // 1000)
+    ops = sum(map(len, found.plan.orders))
+    polishing = _polished(ops, budget_s)
     searched = PairSearch(
         costs=costs,
         num_ranks=num_ranks,
         num_micro_batches=num_micro_batches,
-        budget_s=budget_s * (1 - POLISHED),
+        budget_s=budget_s * (1 - polishing - HIDING),
         seed=seed,
         moves=moves,
         starts=(found.plan,),
@@ -67,17 +77,7 @@ def with_pairs(
         if name in OVERLAPPED_SYSTEMS:
             systems[name] = timeline.step_ms if timeline.fits else float("inf")
         if timeline.fits and timeline.step_ms < best[1].step_ms:
-            seconds = log[-1].seconds if log else 0.0
-            step = Step(
-                found.iterations,
-                seconds,
-                "schedule",
-                f"pairs: {name}",
-                best[1].step_ms,
-                timeline.step_ms,
-                timeline.step_ms,
-            )
-            log.append(step)
+            log.append(_step(found, log, name, best[1].step_ms, timeline.step_ms))
             best = plan, timeline
         if timeline.fits:
             fitting.append((plan, timeline))
@@ -88,15 +88,17 @@ def with_pairs(
     for rival in rivals:
         polisher = Polisher(rival[0], costs, seed)
         share = 1 / len(rivals)
-        better = polisher.run(
-            budget_s=None if moves else budget_s * POLISHED * share, moves=moves and round(4 * moves * share)
+        changes = moves and max(4 * moves, min(CHANGES_PER_OP * ops, MOST_CHANGES))
+        made = polisher.run(
+            budget_s=None if moves else budget_s * polishing * share, moves=changes and round(changes * share)
         )
         polished += polisher.judged
-        if better[1].fits and better[1].step_ms < best[1].step_ms:
-            before, after = best[1].step_ms, better[1].step_ms
-            seconds = log[-1].seconds if log else 0.0
-            log.append(Step(found.iterations, seconds, "schedule", "pairs: polish", before, after, after))
-            best = better
+        if made[1].fits and better(made, best):
+            log.append(_step(found, log, "polish", best[1].step_ms, made[1].step_ms))
+            best = made
+    if best[1].fits and _polishable(best[0]):
+        best, timed = with_partners(best, costs, budget_s=None if moves else budget_s * HIDING)
+        polished += timed
     return replace(
         found,
         plan=best[0],
@@ -106,6 +108,17 @@ def with_pairs(
         iterations=found.iterations + searched.judged + polished,
         finalists=[*found.finalists, best[0]],
     )
+
+
+def _step(found: Found, log: list[Step], name: str, before: float, after: float) -> Step:
+    seconds = log[-1].seconds if log else 0.0
+    return Step(found.iterations, seconds, "schedule", f"pairs: {name}", before, after, after)
+
+
+def _polished(ops: int, budget_s: float) -> float:
+    """The share of the time for polishing: where there is time for enough changes, and else little."""
+    enough_s = CHANGES_PER_OP * ops * (CHANGE_S + CHANGE_S_PER_OP * ops)
+    return POLISHED_SMALL if enough_s <= budget_s else POLISHED_LARGE
 
 
 def _polishable(plan: Plan) -> bool:
@@ -130,7 +143,8 @@ def _candidates(
 
 
 def neighbours_paired(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with neighbours in its orders paired where that takes less time and is allowed, from the first on."""
+    """The plan with adjacent ops of its orders paired wherever this is allowed and shortens the step, in their
+    order."""
     prices = PairPrices(plan, costs)
     wanted: list[tuple[Op, Op]] = []
     for order in plan.orders:

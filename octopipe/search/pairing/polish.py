@@ -4,7 +4,8 @@ Knows: any plan whose paths are chains and that does not recompute, with one rou
 structures; stages and ranks are not changed.
 
 Every change is timed over all ranks. It is accepted if the step does not get longer, or gets only slightly longer early
-in the search. A plan that exceeds memory is never returned.
+in the search; of changes that leave the step as it is, those that expose more of the exchange count as longer. A plan
+that exceeds memory is never returned.
 """
 
 from __future__ import annotations
@@ -12,20 +13,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import replace
 
-import numpy as np
-
-from octopipe.base.compile import njit
 from octopipe.costs.table import CostTable
-from octopipe.plans.pair_price import PairPrices
-from octopipe.plans.plan import CODES, Op, Plan, route_neighbours
-from octopipe.plans.price import hop_times
+from octopipe.plans.plan import Plan
+from octopipe.search.pairing.slot_orders import Slot, SlotOrders, better
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
-from octopipe.simulation.timing import NEVER, begin_paths, note_run, pass_on, start_of
 
-Slot = tuple[Op, ...]
 HOT, HOT_SLOTS = 1e-3, 0.3
 """Temperature at the start, as a share of the step, and of a slot's part of it where slots are few; it falls to
 nothing."""
@@ -35,82 +29,20 @@ CHECKED = 2e-3
 TOGETHER = (frozenset("FI"), frozenset("FB"), frozenset("FW"), frozenset("IW"), frozenset("BW"), frozenset("F"))
 
 
-@njit
-def slots_ms(  # type: ignore[no-untyped-def]
-    offsets, slots, duration, before, after, route, stage_rank, forward_ms, gradient_ms
-):
-    """Makespan of orders of slots under directed channels; -1 where they wait for each other.
-
-    A slot is a row of six: stage, kind and micro-batch of its first op, and of its second (stage -1: none).
-    """
-    ranks = offsets.size - 1
-    arrived = np.empty((2, stage_rank.size, route.size))
-    begin_paths(arrived, before, route)
-    channel = np.zeros((ranks, ranks))
-    clock = np.zeros(ranks)
-    head = offsets[:-1].copy()
-    left = duration.size
-    while left > 0:
-        moved = False
-        for r in range(ranks):
-            now = clock[r]
-            at = head[r]
-            while at < offsets[r + 1]:
-                start = now
-                for part in range(2):
-                    s, k, m = slots[at, 3 * part], slots[at, 3 * part + 1], slots[at, 3 * part + 2]
-                    if s >= 0 and start >= 0.0:
-                        begins = start_of(arrived, k, s, m, now)
-                        start = NEVER if begins == NEVER else max(start, begins)
-                if start == NEVER:
-                    return -1.0
-                if start == np.inf:
-                    break
-                now = start + duration[at]
-                for part in range(2):
-                    s, k, m = slots[at, 3 * part], slots[at, 3 * part + 1], slots[at, 3 * part + 2]
-                    if s >= 0:
-                        note_run(arrived, k, s, m, False)
-                        pass_on(
-                            arrived, k, s, m, before, after, route, stage_rank, channel, now, forward_ms, gradient_ms
-                        )
-                at += 1
-                moved = True
-            left -= at - head[r]
-            head[r] = at
-            clock[r] = now
-        if not moved:
-            return -1.0
-    return clock.max()
-
-
 class Polisher:
     """A plan being polished."""
 
     def __init__(self, plan: Plan, costs: CostTable, seed: int):
         self.plan, self.costs, self.dice = plan, costs, random.Random(seed)
-        self.prices = PairPrices(plan, costs)
+        self.orders = SlotOrders(plan, costs)
         self.ranks: list[list[Slot]] = [list(plan.slots(r)) for r in range(plan.num_ranks)]
-        self.rows = [self._row(slots) for slots in self.ranks]
-        before, after = route_neighbours(plan)
-        ranks = np.array([s.rank for s in plan.stages], np.int64)
-        self.fixed = before, after, np.asarray(plan.route_of_micro_batch, np.int64), ranks, *hop_times(plan, costs)
-        self.judged = 0
+        self.rows = [self.orders.row(slots) for slots in self.ranks]
+        self.skipped = 0
+        """Changes drawn that were not possible, where moves are counted."""
 
-    def _row(self, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
-        table = np.full((len(slots), 6), -1, np.int64)
-        took = np.empty(len(slots))
-        for k, slot in enumerate(slots):
-            for part, op in enumerate(slot):
-                table[k, 3 * part : 3 * part + 3] = op.stage, CODES[op.kind], op.micro_batch
-            took[k] = self.prices.alone_ms(slot[0]) if len(slot) == 1 else self.prices.together(slot[0], slot[1]).ms
-        return table, took
-
-    def _ms(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> float:
-        self.judged += 1
-        offsets = np.concatenate(([0], np.cumsum([row[1].size for row in rows]))).astype(np.int64)
-        slots, took = np.concatenate([row[0] for row in rows]), np.concatenate([row[1] for row in rows])
-        return float(slots_ms(offsets, slots, took, *self.fixed))
+    @property
+    def judged(self) -> int:
+        return self.orders.judged + self.skipped
 
     def run(self, *, budget_s: float | None, moves: int | None) -> tuple[Plan, Timeline]:
         """The best plan found that fits, within a time or a number of moves; at worst the plan as it was."""
@@ -118,7 +50,7 @@ class Polisher:
         best = self.plan, simulate(self.plan, self.costs)
         if any(op.kind == "R" for order in self.plan.orders for op in order):
             return best
-        now = shown = lowest = self._ms(self.rows)
+        now = shown = lowest = self.orders.cost_ms(self.rows)
         ends = self.ranks, self.rows
         hot = max(HOT, HOT_SLOTS / max(1, sum(map(len, self.ranks))))
         while True:
@@ -128,10 +60,10 @@ class Polisher:
             r = self.dice.randrange(len(self.ranks))
             slots = self._changed(self.ranks[r])
             if slots is None:
-                self.judged += moves is not None
+                self.skipped += moves is not None
                 continue
-            rows = [*self.rows[:r], self._row(slots), *self.rows[r + 1 :]]
-            ms = self._ms(rows)
+            rows = [*self.rows[:r], self.orders.row(slots), *self.rows[r + 1 :]]
+            ms = self.orders.cost_ms(rows)
             heat = hot * (1 - share) ** 2 * lowest
             if ms < 0 or (ms > now and (heat <= 0 or self.dice.random() >= math.exp((now - ms) / heat))):
                 continue
@@ -144,20 +76,14 @@ class Polisher:
                     made = self._made(ends[0], best)
                     if made is best:  # too much memory: go on from what fits
                         self.ranks = [list(best[0].slots(k)) for k in range(self.plan.num_ranks)]
-                        self.rows = [self._row(slots) for slots in self.ranks]
-                        now = lowest = shown = self._ms(self.rows)
+                        self.rows = [self.orders.row(slots) for slots in self.ranks]
+                        now = lowest = shown = self.orders.cost_ms(self.rows)
                     best = made
         return self._made(ends[0], best)
 
     def _made(self, ranks: list[list[Slot]], best: tuple[Plan, Timeline]) -> tuple[Plan, Timeline]:
-        orders = tuple(tuple(op for slot in slots for op in slot) for slots in ranks)
-        pairs = frozenset((slot[0], slot[1]) for slots in ranks for slot in slots if len(slot) == 2)
-        plan = replace(self.plan, orders=orders, pairs=pairs)
-        if plan.problems():
-            return best
-        timeline = simulate(plan, self.costs, check=False)
-        better = timeline.step_ms < best[1].step_ms and timeline.fits >= best[1].fits
-        return (plan, timeline) if better else best
+        made = self.orders.plan_of(ranks)
+        return made if made is not None and better(made, best) else best
 
     def _changed(self, slots: list[Slot]) -> list[Slot] | None:
         """The rank's slots with one change, or None where the change drawn is not possible."""

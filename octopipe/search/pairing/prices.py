@@ -22,7 +22,7 @@ both."""
 
 
 class Layers(NamedTuple):
-    """A model's layers as arrays."""
+    """The model's layers as arrays."""
 
     own: Any
     """[NUM_ROWS, layers]"""
@@ -37,7 +37,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(costs: CostTable, num_ranks: int) -> Layers:
-    """The costs as arrays; micro-batches of different size are taken as their mean."""
+    """The costs as arrays; micro-batches of different sizes are replaced by their mean."""
     assert costs.segments is not None
     size = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor.mean(axis=0)
     times = {"F": costs.forward_ms * size, "I": costs.input_ms * size}
@@ -63,7 +63,7 @@ def layers_of(costs: CostTable, num_ranks: int) -> Layers:
 
 @njit
 def price(layers, bounds, rank, size):  # type: ignore[no-untyped-def]
-    """own[row, stage] and together[plane, stage, stage] of a structure of `size` stages."""
+    """Compute own[row, stage] and together[plane, stage, stage] of a structure of `size` stages."""
     own = np.zeros((6, size))
     parts = layers.ms.shape[2]
     longest = 1
@@ -146,7 +146,7 @@ def _together(compute, exchange, slows_compute, slows_exchange):  # type: ignore
 
 @njit
 def _walk(lane_a, a, n, lane_b, b, m, slows_compute, slows_exchange, took, bare):  # type: ignore[no-untyped-def]
-    """`two_lanes.pair_table` without its steps, into tables that are used again."""
+    """`two_lanes.pair_table` without the sequence of steps, written into tables that are reused."""
     took[0, 0] = 0.0
     bare[0, 0] = 0.0
     for i in range(n + 1):

@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.pairing.desk import DONE_F, DONE_I, DONE_W, Desk, fullest_weight, next_rank, set_up, take
+from octopipe.search.pairing.order_state import (
+    DONE_F,
+    DONE_I,
+    DONE_W,
+    OrderState,
+    fullest_weight,
+    next_rank,
+    set_up,
+    take,
+)
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_W, FB, FF, FI
 from octopipe.search.pairing.schedule import beside
 from octopipe.simulation.timing import FOR_F, FOR_I
@@ -38,7 +47,7 @@ TOGETHER = 0.5
 
 
 class Beat(NamedTuple):
-    """The sequence of every rank."""
+    """The periodic sequence of every rank."""
 
     place_f: Any
     """[stage]: the slot of its first F."""
@@ -51,10 +60,10 @@ class Beat(NamedTuple):
 
 @njit
 def rhythm(st, beat, micro_batches, slots, over_by):  # type: ignore[no-untyped-def]
-    """Makespan of the schedule, infinite where it blocks. `slots` is filled as by `schedule`, `over_by[rank]` with the
-    bytes that it holds beyond the rank's room."""
+    """The makespan of the schedule, infinite if it deadlocks. `slots` is filled as by `schedule`, and
+    `over_by[rank]` with the bytes by which the schedule exceeds the memory of the rank."""
     size, ranks, inf, numbers = st.rank.size, st.room.size, np.inf, beat.numbers
-    desk = Desk(
+    state = OrderState(
         arrived=np.empty((2, size, micro_batches)),
         channel=np.zeros((ranks, ranks)),
         done=np.zeros((3, size), np.int64),
@@ -65,93 +74,94 @@ def rhythm(st, beat, micro_batches, slots, over_by):  # type: ignore[no-untyped-
         held=np.zeros((ranks, size), np.int64),
         holds=np.zeros(ranks, np.int64),
     )
-    set_up(st, desk, slots)
+    set_up(st, state, slots)
     over_by[:] = 0.0
     forwards = np.zeros(ranks, np.int64)
     end = 0.0
     while True:
-        r, unfinished = next_rank(desk)
+        r, unfinished = next_rank(state)
         if not unfinished:
             return end
         if r < 0:
             return inf
-        now = desk.clock[r]
-        next_f, next_i, low_f, low_i = next_ops(beat, desk, r)
-        spare, pending = fullest_weight(st, desk, r)
+        now = state.clock[r]
+        next_f, next_i, low_f, low_i = next_ops(beat, state, r)
+        spare, pending = fullest_weight(st, state, r)
         f, f2, i, b, w = -1, -1, -1, -1, -1
         if (
             spare >= 0
             and next_f >= 0
             and low_f < low_i + TOGETHER
-            and (desk.used[r] + st.own[ACTIVATION, next_f] > st.room[r])
+            and (state.used[r] + st.own[ACTIVATION, next_f] > st.room[r])
         ):
             # What W still holds gives way before the next F comes; beyond that the sequence stays as it is.
             w = spare
             took = st.own[ALONE_W, w]
         else:
-            wants_f, wants_i, when = partners(beat, desk, r, next_f, next_i, low_f, low_i)
+            wants_f, wants_i, when = partners(beat, state, r, next_f, next_i, low_f, low_i)
             if when > now:
                 single = not (wants_f and wants_i)
                 fits = spare >= 0 and (pending > numbers[KEEP] or not single)
                 fits = fits and (when == inf or now + numbers[FIT] * st.own[ALONE_W, spare] <= when)
                 if not fits and when < inf:
-                    desk.clock[r] = when
+                    state.clock[r] = when
                     continue
-                if not fits and desk.left[r] != pending:
-                    desk.asleep[r] = True
+                if not fits and state.left[r] != pending:
+                    state.asleep[r] = True
                     continue
                 # A W fits before the partner comes, or nothing but W is left.
                 w = spare
                 took = st.own[ALONE_W, w]
             elif wants_f and wants_i:
                 f, i = next_f, next_i
-                b, took = fused(st, beat, desk, f, i)
+                b, took = fused(st, beat, state, f, i)
             else:
                 if wants_i:
                     i = next_i
                 else:
                     f = next_f
                     if forwards[r] >= numbers[LONE_F]:
-                        f2 = forward_after(st, beat, desk, r, f, low_i)
+                        f2 = forward_after(st, beat, state, r, f, low_i)
                 if f2 >= 0:
                     took = st.together[FF, f, f2]
                 else:
                     w, took = beside(st, numbers[BESIDE_W], f, i, spare)
         over = now + took
-        holding = desk.used[r] + (st.own[ACTIVATION, f] if f >= 0 else 0.0)
+        holding = state.used[r] + (st.own[ACTIVATION, f] if f >= 0 else 0.0)
         holding += st.own[ACTIVATION, f2] if f2 >= 0 else 0.0
         over_by[r] = max(over_by[r], holding - st.room[r])
-        take(st, desk, slots, r, over, f, f2, i, b, w)
+        take(st, state, slots, r, over, f, f2, i, b, w)
         forwards[r] += (1 if f >= 0 else 0) + (1 if f2 >= 0 else 0)
         if over > end:
             end = over
 
 
 @njit
-def next_ops(beat, desk, r):  # type: ignore[no-untyped-def]
-    """The stages of the F and the I that are next in rank r's sequence (-1: none is left), and their slots."""
+def next_ops(beat, state, r):  # type: ignore[no-untyped-def]
+    """The stages of the next F and the next I in rank r's sequence (-1 if none is left), and their slots."""
     next_f, next_i, low_f, low_i = -1, -1, np.inf, np.inf
-    for place in range(desk.holds[r]):
-        s = desk.held[r, place]
-        m = desk.done[DONE_F, s]
-        if m < desk.arrived.shape[2] and beat.place_f[s] + beat.starts[m] < low_f:
+    for place in range(state.holds[r]):
+        s = state.held[r, place]
+        m = state.done[DONE_F, s]
+        if m < state.arrived.shape[2] and beat.place_f[s] + beat.starts[m] < low_f:
             low_f, next_f = beat.place_f[s] + beat.starts[m], s
-        m = desk.done[DONE_I, s]
-        if m < desk.arrived.shape[2] and beat.place_i[s] + beat.starts[m] < low_i:
+        m = state.done[DONE_I, s]
+        if m < state.arrived.shape[2] and beat.place_i[s] + beat.starts[m] < low_i:
             low_i, next_i = beat.place_i[s] + beat.starts[m], s
     return next_f, next_i, low_f, low_i
 
 
 @njit
-def partners(beat, desk, r, next_f, next_i, low_f, low_i):  # type: ignore[no-untyped-def]
-    """Whether the rank's next slot holds the F and the I, and when what it holds is there; infinite: not known yet."""
-    at_f, at_i, when, now = np.inf, np.inf, np.inf, desk.clock[r]
+def partners(beat, state, r, next_f, next_i, low_f, low_i):  # type: ignore[no-untyped-def]
+    """Whether the rank's next slot holds both the F and the I, and when their inputs arrive (infinite if not known
+    yet)."""
+    at_f, at_i, when, now = np.inf, np.inf, np.inf, state.clock[r]
     if next_f >= 0:
-        at_f = desk.arrived[FOR_F, next_f, desk.done[DONE_F, next_f]]
+        at_f = state.arrived[FOR_F, next_f, state.done[DONE_F, next_f]]
     # An I whose own F has not run comes after that.
-    may_i = next_i >= 0 and desk.done[DONE_I, next_i] < desk.done[DONE_F, next_i]
+    may_i = next_i >= 0 and state.done[DONE_I, next_i] < state.done[DONE_F, next_i]
     if may_i:
-        at_i = desk.arrived[FOR_I, next_i, desk.done[DONE_I, next_i]]
+        at_i = state.arrived[FOR_I, next_i, state.done[DONE_I, next_i]]
     wants_f = next_f >= 0 and low_f < low_i + TOGETHER
     wants_i = may_i and low_i < low_f + TOGETHER
     if wants_f and wants_i:
@@ -168,28 +178,28 @@ def partners(beat, desk, r, next_f, next_i, low_f, low_i):  # type: ignore[no-un
 
 
 @njit
-def fused(st, beat, desk, f, i):  # type: ignore[no-untyped-def]
-    """An F and an I together: the stage whose W is fused into the I, or -1, and how long the pair takes."""
-    took, done = st.together[FI, f, i], desk.done[DONE_I, i]
+def fused(st, beat, state, f, i):  # type: ignore[no-untyped-def]
+    """An F and an I together: the stage whose W is fused into the I (-1 if none), and the duration of the pair."""
+    took, done = st.together[FI, f, i], state.done[DONE_I, i]
     extra = st.together[FB, f, i] - took
-    apart = done >= desk.arrived.shape[2] - beat.numbers[APART_W]
-    if not apart and desk.done[DONE_W, i] == done and extra <= beat.numbers[FUSE] * st.own[ALONE_W, i]:
+    apart = done >= state.arrived.shape[2] - beat.numbers[APART_W]
+    if not apart and state.done[DONE_W, i] == done and extra <= beat.numbers[FUSE] * st.own[ALONE_W, i]:
         return i, st.together[FB, f, i]
     return -1, took
 
 
 @njit
-def forward_after(st, beat, desk, r, f, low_i):  # type: ignore[no-untyped-def]
-    """The F that follows stage f's in the rank's sequence, where it may run together with it; else -1."""
-    low, second, now = np.inf, -1, desk.clock[r]
-    for place in range(desk.holds[r]):
-        s = desk.held[r, place]
-        m = desk.done[DONE_F, s] + (1 if s == f else 0)
-        if m < desk.arrived.shape[2] and beat.place_f[s] + beat.starts[m] < low:
+def forward_after(st, beat, state, r, f, low_i):  # type: ignore[no-untyped-def]
+    """The F that follows that of stage f in the rank's sequence, if the two may run together; otherwise -1."""
+    low, second, now = np.inf, -1, state.clock[r]
+    for place in range(state.holds[r]):
+        s = state.held[r, place]
+        m = state.done[DONE_F, s] + (1 if s == f else 0)
+        if m < state.arrived.shape[2] and beat.place_f[s] + beat.starts[m] < low:
             low, second = beat.place_f[s] + beat.starts[m], s
     if second < 0 or not low < low_i - TOGETHER:
         return -1
-    m = desk.done[DONE_F, second] + (1 if second == f else 0)
-    needed = desk.used[r] + st.own[ACTIVATION, f] + st.own[ACTIVATION, second]
+    m = state.done[DONE_F, second] + (1 if second == f else 0)
+    needed = state.used[r] + st.own[ACTIVATION, f] + st.own[ACTIVATION, second]
     pays = st.together[FF, f, second] <= beat.numbers[TWO_F] * (st.own[ALONE_F, f] + st.own[ALONE_F, second])
-    return second if desk.arrived[FOR_F, second, m] <= now and needed <= st.room[r] and pays else -1
+    return second if state.arrived[FOR_F, second, m] <= now and needed <= st.room[r] and pays else -1

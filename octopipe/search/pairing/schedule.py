@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.pairing.desk import DONE_F, DONE_I, DONE_W, Desk, fullest_weight, next_rank, set_up, take
+from octopipe.search.pairing.order_state import (
+    DONE_F,
+    DONE_I,
+    DONE_W,
+    OrderState,
+    fullest_weight,
+    next_rank,
+    set_up,
+    take,
+)
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, FF, FI, FW, IW
 from octopipe.simulation.timing import FOR_F, FOR_I
 
@@ -29,7 +38,7 @@ beside a single op, and up to which share of their own times two F run together.
 
 
 class Keys(NamedTuple):
-    """By what a rank decides: of the ops of two stages, the one with the smaller micro-batch + key goes first."""
+    """The priorities of a rank: of the ops of two stages, the one with the smaller (micro-batch + key) goes first."""
 
     forward: Any
     inward: Any
@@ -40,9 +49,9 @@ class Keys(NamedTuple):
 
 @njit
 def schedule(st, keys, micro_batches, slots):  # type: ignore[no-untyped-def]
-    """Makespan of the orders that the keys give, infinite where they block; `slots` receives the orders."""
+    """The makespan of the orders that the keys give, infinite if they deadlock; `slots` receives the orders."""
     size, ranks, inf = st.rank.size, st.room.size, np.inf
-    desk = Desk(
+    state = OrderState(
         arrived=np.empty((2, size, micro_batches)),
         channel=np.zeros((ranks, ranks)),
         done=np.zeros((3, size), np.int64),
@@ -53,7 +62,7 @@ def schedule(st, keys, micro_batches, slots):  # type: ignore[no-untyped-def]
         held=np.zeros((ranks, size), np.int64),
         holds=np.zeros(ranks, np.int64),
     )
-    set_up(st, desk, slots)
+    set_up(st, state, slots)
     # What a micro-batch will still hold on the same rank.
     later = np.zeros(size)
     for s in range(size):
@@ -62,24 +71,24 @@ def schedule(st, keys, micro_batches, slots):  # type: ignore[no-untyped-def]
                 later[s] += st.own[ACTIVATION, t]
     end = 0.0
     while True:
-        r, unfinished = next_rank(desk)
+        r, unfinished = next_rank(state)
         if not unfinished:
             return end
         if r < 0:
             return inf
-        now = desk.clock[r]
-        f, i, w, soon_f, soon_i = look(st, keys, desk, later, r)
+        now = state.clock[r]
+        f, i, w, soon_f, soon_i = look(st, keys, state, later, r)
         f2, b = -1, -1
         if f >= 0 and i >= 0:
             w = -1
-            b, took = pair(st, keys, desk, f, i)
+            b, took = pair(st, keys, state, f, i)
         elif f >= 0 or i >= 0:
             partner = soon_f if i >= 0 else soon_i
             if partner <= now + keys.numbers[PATIENCE]:
-                desk.clock[r] = partner
+                state.clock[r] = partner
                 continue
             if f >= 0:
-                f2 = second_forward(st, keys, desk, later, r, f)
+                f2 = second_forward(st, keys, state, later, r, f)
             if f2 >= 0:
                 w, took = -1, st.together[FF, f, f2]
             else:
@@ -89,75 +98,75 @@ def schedule(st, keys, micro_batches, slots):  # type: ignore[no-untyped-def]
             if w >= 0 and (soon == inf or now + keys.numbers[FIT] * st.own[ALONE_W, w] <= soon):
                 took = st.own[ALONE_W, w]
             elif soon < inf:
-                desk.clock[r] = soon
+                state.clock[r] = soon
                 continue
             else:
-                desk.asleep[r] = True
+                state.asleep[r] = True
                 continue
         over = now + took
-        take(st, desk, slots, r, over, f, f2, i, b, w)
+        take(st, state, slots, r, over, f, f2, i, b, w)
         if over > end:
             end = over
 
 
 @njit
-def look(st, keys, desk, later, r):  # type: ignore[no-untyped-def]
-    """What rank r finds now: the stages of the best F, I and W that are there (-1: none; where no I is there, F is one
-    that may run alone), and when the next F and the next I arrive that are not there yet."""
-    micro_batches, now, inf = desk.arrived.shape[2], desk.clock[r], np.inf
+def look(st, keys, state, later, r):  # type: ignore[no-untyped-def]
+    """What rank r can run now: the stages of the best F, I and W whose inputs are there (-1 if none; if there is no
+    I, the F is one that may run alone), and when the next F and the next I that are not ready become ready."""
+    micro_batches, now, inf = state.arrived.shape[2], state.clock[r], np.inf
     best_f, best_i, only_f = -1, -1, -1
     soon_f, soon_i = inf, inf
     low_f, low_i, low_only = inf, inf, inf
-    for place in range(desk.holds[r]):
-        s = desk.held[r, place]
-        m = desk.done[DONE_F, s]
+    for place in range(state.holds[r]):
+        s = state.held[r, place]
+        m = state.done[DONE_F, s]
         if m < micro_batches and (
-            desk.used[r] + st.own[ACTIVATION, s] + keys.numbers[RESERVE] * later[s] <= st.room[r]
+            state.used[r] + st.own[ACTIVATION, s] + keys.numbers[RESERVE] * later[s] <= st.room[r]
         ):
-            at, key = desk.arrived[FOR_F, s, m], m + keys.forward[s]
+            at, key = state.arrived[FOR_F, s, m], m + keys.forward[s]
             if at <= now:
                 if key < low_f:
                     low_f, best_f = key, s
-                if m - desk.done[DONE_I, s] < keys.flight[s] and key < low_only:
+                if m - state.done[DONE_I, s] < keys.flight[s] and key < low_only:
                     low_only, only_f = key, s
             elif at < soon_f:
                 soon_f = at
-        m = desk.done[DONE_I, s]
-        if m < desk.done[DONE_F, s]:
-            at, key = desk.arrived[FOR_I, s, m], m + keys.inward[s]
+        m = state.done[DONE_I, s]
+        if m < state.done[DONE_F, s]:
+            at, key = state.arrived[FOR_I, s, m], m + keys.inward[s]
             if at <= now:
                 if key < low_i:
                     low_i, best_i = key, s
             elif at < soon_i:
                 soon_i = at
-    best_w, _ = fullest_weight(st, desk, r)
+    best_w, _ = fullest_weight(st, state, r)
     return only_f if best_i < 0 else best_f, best_i, best_w, soon_f, soon_i
 
 
 @njit
-def pair(st, keys, desk, f, i):  # type: ignore[no-untyped-def]
-    """An F and an I together: the stage whose W is fused into the I, or -1, and how long the pair takes."""
+def pair(st, keys, state, f, i):  # type: ignore[no-untyped-def]
+    """An F and an I together: the stage whose W is fused into the I (-1 if none), and the duration of the pair."""
     took = st.together[FI, f, i]
     extra = st.together[FB, f, i] - took
     # First in, first out of W as well: a fused W must be the next one of its stage.
-    if desk.done[DONE_W, i] == desk.done[DONE_I, i] and extra <= keys.numbers[FUSE] * st.own[ALONE_W, i]:
+    if state.done[DONE_W, i] == state.done[DONE_I, i] and extra <= keys.numbers[FUSE] * st.own[ALONE_W, i]:
         return i, st.together[FB, f, i]
     return -1, took
 
 
 @njit
-def second_forward(st, keys, desk, later, r, f):  # type: ignore[no-untyped-def]
+def second_forward(st, keys, state, later, r, f):  # type: ignore[no-untyped-def]
     """The stage of an F that may run together with that of stage f, or -1."""
     low, best, reserved = np.inf, -1, keys.numbers[RESERVE]
-    for place in range(desk.holds[r]):
-        s = desk.held[r, place]
-        m = desk.done[DONE_F, s] + (1 if s == f else 0)
+    for place in range(state.holds[r]):
+        s = state.held[r, place]
+        m = state.done[DONE_F, s] + (1 if s == f else 0)
         if (
-            m < desk.arrived.shape[2]
-            and m - desk.done[DONE_I, s] < keys.flight[s]
-            and desk.arrived[FOR_F, s, m] <= desk.clock[r]
+            m < state.arrived.shape[2]
+            and m - state.done[DONE_I, s] < keys.flight[s]
+            and state.arrived[FOR_F, s, m] <= state.clock[r]
         ):
-            needed = desk.used[r] + st.own[ACTIVATION, f] + st.own[ACTIVATION, s] + reserved * max(later[s], later[f])
+            needed = state.used[r] + st.own[ACTIVATION, f] + st.own[ACTIVATION, s] + reserved * max(later[s], later[f])
             pays = st.together[FF, f, s] <= keys.numbers[TWO_F] * (st.own[ALONE_F, f] + st.own[ALONE_F, s])
             if pays and needed <= st.room[r] and m + keys.forward[s] < low:
                 low, best = m + keys.forward[s], s
@@ -166,8 +175,8 @@ def second_forward(st, keys, desk, later, r, f):  # type: ignore[no-untyped-def]
 
 @njit
 def beside(st, share, f, i, w):  # type: ignore[no-untyped-def]
-    """A single F or I: the stage whose W runs beside it, or -1, and how long that takes. `share`: how much of its own
-    time the W may cost there."""
+    """A single F or I: the stage whose W runs beside it (-1 if none), and how long that takes. `share` is the share
+    of its own duration that the W may add."""
     alone = st.own[ALONE_F, f] if f >= 0 else st.own[ALONE_I, i]
     if w >= 0:
         both = st.together[FW, f, w] if f >= 0 else st.together[IW, i, w]

@@ -22,7 +22,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage
 from octopipe.search.pairing.balance import Weights, balance
-from octopipe.search.pairing.desk import Slots, Structure
+from octopipe.search.pairing.order_state import Slots, Structure
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, Layers, layers_of, price
 from octopipe.search.pairing.rhythm import APART_W, Beat, rhythm
 from octopipe.search.pairing.schedule import Keys, schedule
@@ -60,7 +60,7 @@ class Judged(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class PairSearch:
-    """One search; `run` gives the best plan that fits, or None where none was found."""
+    """One search. `run` returns the best plan that fits, or None if none was found."""
 
     costs: CostTable
     num_ranks: int
@@ -114,13 +114,13 @@ class PairSearch:
         return best
 
     def _share(self) -> float:
-        """How much of the budget is used."""
+        """The share of the budget that is used."""
         if self.moves is not None:
             return self.judged / max(self.moves, 1)
         return (time.monotonic() - self._began) / self.budget_s
 
     def _started(self) -> list[State]:
-        """The best structures of those tried first."""
+        """The best of the initial structures."""
         found: list[Judged] = []
         for plan in self.starts:
             state = self._drawing.of_plan(plan)
@@ -148,7 +148,7 @@ class PairSearch:
         return [judged.state for judged in kinds.values() if judged.ms < math.inf][:TRIALS]
 
     def _steady(self, state: State) -> list[State]:
-        """The state's structure in a steady rhythm, with the largest rotations that there is memory for."""
+        """The state's structure in a steady rhythm, with the largest rotations that memory allows."""
         turn = full_rotation(state.rank)
         out: list[State] = []
         tried: set[int] = set()
@@ -174,7 +174,7 @@ class PairSearch:
         return out
 
     def _balanced(self, state: State) -> State:
-        """The state with its layers shared out anew, for what its rhythm holds of each stage at once."""
+        """The state with its layers redistributed, given how many micro-batches its rhythm holds of each stage."""
         costs, size = self.costs, len(state.rank)
         if size < 2:
             return state
@@ -213,7 +213,7 @@ class PairSearch:
         return best
 
     def _layer_proxy(self) -> Floats:
-        """What each layer adds to its rank's time when F and B run as a pair."""
+        """What each layer adds to its rank's time if F and B run as a pair."""
         layers = self.costs.num_layers
         one = np.arange(layers + 1, dtype=np.int64)
         own, together = price(self._layers, one, np.zeros(layers, np.int64), layers)
@@ -223,7 +223,7 @@ class PairSearch:
     # -- judging -------------------------------------------------------------------------------------------
 
     def _ms(self, state: State) -> float:
-        """Makespan of the schedule that a state gives; infinite where it blocks."""
+        """The makespan of the schedule of a state; infinite if it deadlocks."""
         self.judged += 1
         structure = self._structure(state)
         if structure is None:
@@ -238,7 +238,7 @@ class PairSearch:
         return float(schedule(structure, Keys(*keys, flight, numbers), self.num_micro_batches, slots))
 
     def _structure(self, state: State) -> Structure | None:
-        """Prices of a state's structure, found once while only keys change; None where its weights leave no room."""
+        """The costs of a state's structure, cached while only keys change; None if its weights leave no memory."""
         key = (tuple(state.bounds), tuple(state.rank), self._less.tobytes())
         if key not in self._known:
             if len(self._known) > MOST_KNOWN:
@@ -271,8 +271,8 @@ class PairSearch:
         return Structure(own, together, hop_f, hop_i, rank, room)
 
     def _made(self, state: State) -> tuple[Plan, Timeline] | None:
-        """The state's plan and its timeline; where it does not fit, scheduled again with as much less room as it was
-        over, or fewer micro-batches under way; None where that does not help."""
+        """The plan of the state and its timeline. If it does not fit, it is scheduled again with less memory, by the
+        amount that was exceeded, or with fewer micro-batches in flight; None if that does not help."""
         state = state.copy()
         for _ in range(FITTED):
             if self._ms(state) == math.inf:
@@ -320,7 +320,7 @@ class PairSearch:
 
 
 def _worthwhile(plan: Plan, costs: CostTable) -> Plan:
-    """The plan without pairs that hide nothing: two single ops hand on their results sooner."""
+    """The plan without the pairs that hide nothing: two single ops pass on their results sooner."""
     from octopipe.plans.pair_price import PairPrices
 
     prices = PairPrices(plan, costs)

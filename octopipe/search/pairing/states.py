@@ -58,24 +58,24 @@ class State:
 
     @property
     def period(self) -> int:
-        """Slots in which every stage's F and I have their turn."""
+        """The number of slots in which F and I of every stage run once."""
         return max(map(self.rank.count, set(self.rank)))
 
     def starts(self, count: int) -> Floats:
-        """The slot in which each micro-batch enters a steady rhythm, counted from the first."""
+        """The slot in which each micro-batch enters a steady rhythm, relative to the first."""
         m = np.arange(count)
         turn = max(full_rotation(self.rank), self.rotation)
         return (self.period * (m + m // self.rotation * (turn - self.rotation))).astype(np.float64)
 
 
 def full_rotation(rank: list[int]) -> int:
-    """Micro-batches that enter while one passes all stages, when every slot is used."""
+    """How many micro-batches enter while one passes through all stages, if every slot is used."""
     return max(1, math.ceil(len(rank) / max(map(rank.count, set(rank)))))
 
 
 def places(rank: list[int]) -> tuple[list[float], list[float]]:
-    """The slots of every stage's first F and I: one after the other along the chain, each in the first slot that its
-    rank has free in every period."""
+    """The slots of the first F and I of every stage: along the chain, each in the first slot that is free on its
+    rank in every period."""
     period = max(map(rank.count, set(rank)))
     out: tuple[list[float], list[float]] = ([0.0] * len(rank), [0.0] * len(rank))
     at = -1
@@ -91,14 +91,14 @@ def places(rank: list[int]) -> tuple[list[float], list[float]]:
 
 
 class Drawing:
-    """Draws states for one setting, and changes them."""
+    """Draws states for given costs, ranks and micro-batches, and changes them."""
 
     def __init__(self, proxy: Floats, num_ranks: int, num_micro_batches: int, dice: random.Random):
         self.proxy, self.num_ranks, self.num_micro_batches, self.dice = proxy, num_ranks, num_micro_batches, dice
         self.num_layers = proxy.size
 
     def drawn(self, chunks: int, wave: bool, *, varied: bool) -> State:
-        """A free state: a loop or a wave of stages that take about as long as each other."""
+        """A free state: a loop or a wave of stages of about equal duration."""
         size, ranks, dice = chunks * self.num_ranks, self.num_ranks, self.dice
         ahead = np.concatenate(([0.0], np.cumsum(self.proxy)))
         shares = np.array([dice.uniform(0.9, 1.1) if varied else 1.0 for _ in range(size)])
@@ -141,13 +141,13 @@ class Drawing:
         return out
 
     def _flights(self, size: int, lead: float) -> list[int]:
-        """Micro-batches that pass between a stage's F and its I when every step on the way takes as long as a pair."""
+        """How many micro-batches pass between F and I of a stage if every step on the way takes as long as a pair."""
         per_rank = size / self.num_ranks
         most = self.num_micro_batches
         return [min(most, max(1, math.ceil(lead * 2 * (size - s) / per_rank))) for s in range(size)]
 
     def of_plan(self, plan: Plan) -> State | None:
-        """A plan's structure under plain keys; None where it holds layers twice or its paths fork."""
+        """The structure of a plan with default keys; None if it holds layers twice or its paths fork."""
         if len(plan.routes) != 1 or plan.forks:
             return None
         stages = [plan.stages[s] for s in plan.routes[0]]
@@ -161,7 +161,7 @@ class Drawing:
         return state
 
     def move(self, state: State) -> None:
-        """One random change, in place."""
+        """Apply one random change in place."""
         dice, size = self.dice, len(state.rank)
         kind = dice.random()
         if kind < 0.3 and size > 1:  # a border moves

@@ -16,6 +16,8 @@ FIRST_S_PER_OP = 2e-5
 """Seconds per op of a simulation, before one was timed."""
 ENDING = 0.03
 """Share of the budget that is left for the answer: its parts are priced, files written, the table printed."""
+MOST_ENDING = 0.1
+"""The most of it on a slow machine."""
 AROUND_TUNING = 6.0
 """What surrounds a search for an order (its bound, the last simulations), in simulations, before one was timed."""
 
@@ -35,35 +37,41 @@ class Budget:
     s_per_op: float = FIRST_S_PER_OP
     around_tuning: float = AROUND_TUNING
 
+    ending_s: float = 0.0
+    """Seconds left for the answer."""
+
     def __post_init__(self) -> None:
-        self.began = self.clock() if self.began is None else self.began
+        now = self.clock()
+        self.began = now if self.began is None else self.began
+        # Python's start tells how slow this machine is now, and an answer takes about as long.
+        self.ending_s = min(max(ENDING * self.seconds, now - self.began), MOST_ENDING * self.seconds)
 
     def used(self) -> float:
         assert self.began is not None
         return self.clock() - self.began
 
     def left(self, ops: int = 0) -> float:
-        """Seconds until the search must end, where the answer's plan has so many ops."""
-        return (1.0 - ENDING) * self.seconds - self.simulating_s(ops) - self.used()
+        """The seconds that remain until the search must end, if the plan of its answer has this many ops."""
+        return self.seconds - self.ending_s - self.simulating_s(ops) - self.used()
 
     def over(self, share: float = 1.0) -> bool:
-        """Whether this share of the budget is spent, or somebody has asked to end."""
-        return self.stop() or self.used() >= share * (1.0 - ENDING) * self.seconds
+        """Whether this share of the budget has been spent, or a stop has been requested."""
+        return self.stop() or self.used() >= share * (self.seconds - self.ending_s)
 
     def simulating_s(self, ops: int) -> float:
         return ops * self.s_per_op
 
     def tuning_s(self, ops: int) -> float:
-        """What a search takes beside its own time."""
+        """The time that a tuning takes in addition to its own budget."""
         return 0.1 + self.around_tuning * self.simulating_s(ops)
 
     def simulated(self, ops: int, seconds: float) -> None:
-        """Take note of a simulation; small ones tell little about an op."""
+        """Record how long a simulation took. Small ones are ignored, because they say little about the time per op."""
         if ops >= 500:
             self.s_per_op = 0.5 * self.s_per_op + 0.5 * seconds / ops
 
     def tuned(self, ops: int, seconds: float) -> None:
-        """Take note of what surrounded a search."""
+        """Record how much longer a tuning took than its own budget."""
         one = self.simulating_s(ops)
         if one > 0:
             self.around_tuning = max(0.5 * self.around_tuning, min((seconds - 0.1) / one, 50.0))

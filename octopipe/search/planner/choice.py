@@ -29,7 +29,8 @@ def simplest(rivals: Sequence[Candidate], margin: float, today: Candidate | None
 
 
 def complexity(candidate: Candidate) -> float:
-    """How much there is to get right: groups of GPUs by their size, a schedule of one's own, memory at its limit."""
+    """How much a user has to get right: the sizes of the groups of GPUs, a custom schedule, memory close to its
+    limit."""
     s = candidate.split
     groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep * s.etp) + 0.5 * math.log2(s.vp)
     groups += 0.5 * (s.hsdp > 1)
@@ -39,18 +40,19 @@ def complexity(candidate: Candidate) -> float:
 
 
 def simpler_first(candidate: Candidate) -> float:
-    """Step time, with a little more for every doubling of a group: of equals, the simpler split."""
+    """A sort key: the step time with a small penalty for every doubling of a group, so that the simpler of two equally
+    fast splits comes first."""
     s = candidate.split
     return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
 
 
 def hoped_first(candidate: Candidate) -> float:
-    """The same of what tuning may come to."""
+    """The same sort key for the step time that tuning is estimated to reach."""
     return candidate.tuned_ms * simpler_first(candidate) / candidate.step_ms
 
 
 def varied(kept: Sequence[Candidate], *, each: int) -> list[Candidate]:
-    """In the same order, but no more than `each` that differ in stages per rank alone."""
+    """The splits in the same order, with at most `each` of those that differ only in their stages per rank."""
     seen: dict[Split, int] = {}
     out = []
     for candidate in kept:

@@ -32,21 +32,38 @@ Line = Callable[[Candidate, ModelSpec, str, str | None], str]
 """(split, model, the model as the user named it, the plan's file) -> a command; raises where there is none."""
 
 
-def nodes_of(candidate: Candidate) -> tuple[int, int]:
-    """Nodes, and GPUs on each."""
-    setup = candidate.setup
+def nodes_of(candidate: Candidate) -> tuple[int, int | None]:
+    """Nodes, and GPUs used on each; None where nodes have different numbers of GPUs. All nodes together have exactly
+    the GPUs of the split: where these do not fill whole nodes, each node lends as many of its own as the others."""
+    setup, gpus = candidate.setup, candidate.setup.num_gpus
     assert setup.gpu is not None
-    per_node = min(setup.gpus_per_node or setup.gpu.gpus_per_node, setup.num_gpus)
-    # A rack of 64 on one fast network is made of trays of four.
-    per_node = 4 if per_node > 8 and setup.num_gpus % 4 == 0 else per_node
-    return -(-setup.num_gpus // per_node), per_node
+    sizes = [size for _, count, size in setup.nodes for _ in range(count)]
+    if len(set(sizes)) > 1:
+        used = next((n for n in range(1, len(sizes) + 1) if sum(sizes[:n]) >= gpus), len(sizes))
+        return used, None
+    per_node = sizes[0] if sizes else setup.gpus_per_node or setup.gpu.gpus_per_node
+    per_node = 4 if per_node > 8 else per_node  # a rack of 64 on one fast network is made of trays of four
+    if gpus <= per_node:
+        return 1, gpus
+    tp = candidate.split.tp
+    # Tensor-parallel groups stay within a node, or fill whole ones.
+    shares = [n for n in range(1, per_node + 1) if gpus % n == 0]
+    whole = [n for n in shares if n % tp == 0 or tp % n == 0]
+    per_node = max(whole or shares)
+    return gpus // per_node, per_node
 
 
 def torchrun(candidate: Candidate) -> str:
-    """The launcher's part: as many processes a node as the node has GPUs."""
+    """The launcher's part: as many processes a node as GPUs of it are used. Equal nodes find their places by
+    themselves; unequal ones are numbered in the order of the cluster file, because stages were placed by it."""
     nodes, per_node = nodes_of(candidate)
-    where = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
-    return f"torchrun{where} --nproc-per-node {per_node}"
+    if nodes == 1:
+        where = ""
+    elif candidate.setup.nodes:
+        where = f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $HEAD --master-port 29500"
+    else:
+        where = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    return f"torchrun{where} --nproc-per-node {'gpu' if per_node is None else per_node}"
 
 
 def megatron(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
@@ -75,7 +92,7 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
 
 
 def recomputed(candidate: Candidate) -> str:
-    """What layers recompute by themselves, in words."""
+    """What layers recompute inside their own backward, in words."""
     setup = candidate.setup
     if setup.recompute == "selective":
         return "selective recomputation"
@@ -89,7 +106,7 @@ def needs_file(plan_file: str | None) -> str:
 
 
 def for_torch(candidate: Candidate) -> None:
-    """Raise where torch.distributed.pipelining cannot run the plan."""
+    """Raise an error if torch.distributed.pipelining cannot run the plan."""
     plan = candidate.plan
     if plan is not None and (len(plan.routes) > 1 or any(s.recompute for s in plan.stages)):
         what = "holds layers on several ranks" if len(plan.routes) > 1 else "recomputes single stages"
@@ -117,14 +134,15 @@ def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | No
 
 
 def untrained(candidate: Candidate) -> str:
-    """What is frozen and adapted, as words that follow others."""
+    """Which layers are frozen or have adapters, as words to append to a sentence."""
     setup = candidate.setup
-    words = f", adapters of rank {setup.lora} on every matrix of a block and all else frozen" if setup.lora else ""
+    where = "every matrix of a block" if setup.lora_on == "all" else "the matrices of attention"
+    words = f", adapters of rank {setup.lora} on {where} and all else frozen" if setup.lora else ""
     return words + (f", layers {ranges_text(setup.frozen)} frozen" if setup.frozen else "")
 
 
 def sharding(candidate: Candidate) -> str:
-    """How replicas divide state, in FSDP2's words."""
+    """How replicas shard the training state, in the terms of FSDP2."""
     split = candidate.split
     if split.dp * split.cp == 1:
         return "one replica"
@@ -137,6 +155,8 @@ def sharding(candidate: Candidate) -> str:
 
 def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
     for_torch(candidate)
+    if spec.source is not None:
+        raise OctoPipeError(f"no torchtitan model is known here for {spec.name}, which has a tower or an encoder")
     split, setup = candidate.split, candidate.setup
     if split.zero < 2 and split.pp == 1 and split.dp * split.cp > 1:
         raise OctoPipeError(
@@ -164,7 +184,11 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         flags += ["--parallelism.pipeline_parallel_schedule _PipelineScheduleRuntime"]
         flags += ["--parallelism.pipeline_parallel_schedule_csv schedule.csv"]
     note = f"; {recomputed(candidate)}: choose it in the config" if setup.recompute != "none" else ""
-    note += f"; adapters: LoRAConverter of rank {setup.lora} in the config" if setup.lora else ""
+    note += (
+        f"; adapters: LoRAConverter of rank {setup.lora}{' on attention' * (setup.lora_on != 'all')} in the config"
+        if setup.lora
+        else ""
+    )
     module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
     about = f"your config of {model}" if module == "${MODULE}" else f"torchtitan's own config of {model}"
     start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
@@ -203,7 +227,7 @@ LINES: dict[str, Line] = {
 def command_lines(
     candidate: Candidate, *, spec: ModelSpec, model: str, plan_file: str | None, runtime: str
 ) -> dict[str, str]:
-    """Runtime -> the command that starts the split there, or why there is none ("none: ...")."""
+    """For every runtime, the command that starts the split there, or the reason why there is none ("none: ...")."""
     out = {}
     for name, line in LINES.items():
         if runtime not in ("any", name):

@@ -23,7 +23,7 @@ JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Useful work under failures."""
+    """The share of useful work of a job that fails from time to time."""
 
     share: float
     """Of the job's time."""
@@ -34,7 +34,7 @@ class Goodput:
 
 
 def segment_s(interval_s: float, checkpoint_s: float, restart_s: float, between_s: float) -> float:
-    """Mean time until `interval_s` seconds of work are done and written."""
+    """The mean time until `interval_s` seconds of work have been done and saved in a checkpoint."""
     exponent = (interval_s + checkpoint_s) / between_s
     if exponent > 600 or restart_s / between_s > 600:
         return math.inf
@@ -59,7 +59,7 @@ def goodput(*, gpus: int, mtbf_hours: float, checkpoint_s: float = 60.0, restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Economy:
-    """What is asked about a job beside its speed; None: not asked."""
+    """What the user wants to know about a job besides its speed; None means that it was not asked for."""
 
     mtbf_hours: float | None = None
     checkpoint_s: float = 60.0
@@ -68,7 +68,7 @@ class Economy:
     """Of one GPU for an hour, in any currency."""
 
     def numbers(self, *, gpus: int, tokens_per_gpu_per_second: float, watts: float | None) -> dict[str, Any]:
-        """Goodput, and cost and energy of a million tokens with failures counted in."""
+        """The goodput, and the cost and energy of a million tokens with failures included."""
         found = None
         if self.mtbf_hours is not None:
             found = goodput(
@@ -87,7 +87,7 @@ class Economy:
 
 
 def words_of(numbers: dict[str, Any]) -> list[str]:
-    """The numbers in sentences."""
+    """The numbers as sentences."""
     out = []
     if numbers["goodput"] is not None:
         out.append(

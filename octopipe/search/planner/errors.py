@@ -21,7 +21,7 @@ ACCURACY = FOLDER / "accuracy.json"
 
 
 def expected_error(setup: Setup) -> float | None:
-    """Half of the stack's runs lie within this share of what was predicted; None where no run calibrates the GPU."""
+    """The relative error within which half of the stack's measured runs lie; None if no run calibrates this GPU."""
     if setup.gpu is None or not is_calibrated(setup.gpu, setup.precision, setup.stack):
         return None
     errors = stack_named(setup.stack).errors
@@ -29,7 +29,7 @@ def expected_error(setup: Setup) -> float | None:
 
 
 def errors_in_words(setup: Setup) -> str:
-    """One line that says what the bars mean."""
+    """One line that explains the error bars."""
     if expected_error(setup) is None:
         return "±: no run of this stack on this GPU is known"
     errors = stack_named(setup.stack).errors
@@ -44,6 +44,6 @@ def errors_in_words(setup: Setup) -> str:
 
 @cache
 def _of_default() -> dict[str, float | str]:
-    """What was measured for the default rates, which carry no errors themselves."""
+    """The errors measured for the default rates, which store none themselves."""
     record: dict[str, float | str] = json.loads(ACCURACY.read_text(encoding="utf-8"))
     return record

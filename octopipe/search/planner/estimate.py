@@ -22,7 +22,7 @@ from octopipe.simulation.timeline import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a split would give."""
+    """The estimated result of a split."""
 
     step_ms: float
     tuned_ms: float
@@ -33,7 +33,7 @@ class Estimate:
     bubble: float
     fits: bool
     recompute: str
-    """none, selective, partial (some whole layers, the rest selectively) or full."""
+    """none, selective, partial (some whole layers) or full."""
     recomputed_share: float = 0.0
     """Of all layers, those run again whole."""
 
@@ -73,8 +73,8 @@ def estimate(
             break
     assert best is not None
     if best.fits and best.recompute == "full" and len(modes) > 1:
-        # Between selective and all layers, memory and time are taken as straight lines.
-        lean = under("selective")
+        # Between none and all layers, memory and time are taken as straight lines.
+        lean = under("none")
         if lean.peak_gib > best.limit_gib > best.peak_gib:
             share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
             if share < 1.0:
@@ -89,14 +89,15 @@ def estimate(
 
 
 def in_flight(rank: int, pp: int, chunks: int, micro_batches: int) -> int:
-    """Chunks whose activations a rank holds at most."""
+    """The largest number of chunks whose activations a rank holds at the same time."""
     if chunks == 1:
         return min(micro_batches, pp - rank)
     return min(micro_batches * chunks, 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1)
 
 
 def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
-    """The busiest rank's time where the largest layers are dealt first, each to the rank that is done with it first."""
+    """The time of the busiest rank if layers are assigned in order of decreasing size, each to the rank that would
+    finish it first."""
     ranks = [(0.0, r) for r in range(len(slowdowns))]
     if slowdowns.min() == slowdowns.max():
         for ms in sorted(layer_ms * slowdowns[0], reverse=True):
@@ -110,7 +111,8 @@ def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
 
 
 def paired_ms(costs: CostTable) -> np.ndarray:
-    """Per layer: F, I and W where every exchange runs behind compute of another micro-batch, which it slows down."""
+    """F, I and W of every layer if every exchange runs during the computation of another micro-batch, which it slows
+    down."""
     if costs.segments is None:
         return costs.layer_ms
     segments = costs.segments

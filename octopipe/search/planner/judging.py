@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import csv
 import heapq
+import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.search.planner.budget import Stop, never
-from octopipe.search.planner.choice import simpler_first
+from octopipe.search.planner.choice import hoped_first, simpler_first
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import Runtime
 from octopipe.search.planner.splits import Split, finer
@@ -27,13 +29,15 @@ from octopipe.search.planner.splits import Split, finer
 KEPT = 24
 SEEDS = 2
 """Splits of every length of pipeline, tensor-parallel size and kind of sharding that are judged before the others."""
+CLIMBED = 6
+"""Splits whose neighbours are judged: the best by estimate, and the best by what tuning may come to."""
 REFINED = 8
 """Splits that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
 
 
 def modes_of(recompute: str, runtime: Runtime, base: Setup | None = None) -> tuple[str, ...]:
-    """Ways of recomputing to judge splits under, the least first."""
+    """The recomputation modes under which splits are estimated, in order of increasing recomputation."""
     if base is not None and base.offload_layers is not None:
         if recompute not in ("auto", "none"):
             raise OctoPipeError(f"offload_layers is for runs without recomputation; leave --recompute {recompute} out")
@@ -52,22 +56,25 @@ def judge(
     tell: Say,
     *,
     over: Stop = never,
+    bounding: Stop | None = None,
     tuned: bool = True,
     always: Iterable[Split] = (),
 ) -> tuple[list[Candidate], int, float | None]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
-    and, where time ended it, the lowest bound of those that were not (None: nothing is left that may be better).
+    and, where time ended it, the lowest bound of those that were not (None: nothing is left that may be better; 0: some
+    have no bound, because `bounding`, or `over` where that is left out, ended their computation).
 
     Splits whose bound is above all of those kept are never judged, nor, once time is `over`, those whose bounds are the
-    worst. Those of `always` are judged before all others, and then some of every length of pipeline, tensor-parallel
-    size and kind of sharding: where time is short, none of them goes unseen.
+    worst. Those of `always` are judged first, however short the time is, and then some of every length of pipeline,
+    tensor-parallel size and kind of sharding, so that none of them goes unseen.
     """
-    queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
+    always = [split for split in dict.fromkeys(always) if pricer.may_fit(split)]
+    queue, unbounded = _bounded(pricer, every, bounding or over)
     kinds: dict[tuple[int, int, bool], list[Split]] = {}
     for _, split in queue:
         kinds.setdefault((split.pp, split.tp, split.zero >= 2), []).append(split)
     seeds = [split for some in zip_longest(*(found[:SEEDS] for found in kinds.values())) for split in some if split]
-    first = [split for split in dict.fromkeys([*always, *seeds]) if pricer.may_fit(split)]
+    first = dict.fromkeys([*always, *seeds])
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
     seen: set[Split] = set()
     judged, left_ms = 0, None
@@ -76,7 +83,7 @@ def judge(
             continue
         if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
             break
-        if heaps[0] and over():
+        if heaps[0] and judged >= len(always) and over():
             left_ms = min((ms for ms, other in queue if other not in seen), default=None)
             break
         seen.add(split)
@@ -90,13 +97,68 @@ def judge(
                 if len(heap) > KEPT:
                     heapq.heappop(heap)
     kept = {number: candidate for heap in heaps for _, number, candidate in heap}
+    if not kept and unbounded:  # what has bounds does not fit: whether anything does is known only with all of them
+        return judge(pricer, every, modes, tell, over=over, bounding=never, tuned=tuned, always=always)
+    left_ms = 0.0 if unbounded else left_ms
     return sorted(kept.values(), key=simpler_first), judged, left_ms
+
+
+def _bounded(pricer: Pricer, every: Sequence[Split], over: Stop) -> tuple[list[tuple[float, Split]], bool]:
+    """The splits that may fit, in the order of their bounds, and whether time was over before all had one. They are
+    looked at in a mixed order, so that a part of them is a sample of all."""
+    queue: list[tuple[float, Split]] = []
+    for number, split in enumerate(random.Random(0).sample(every, len(every))):
+        if number % 16 == 15 and over():
+            return sorted(queue), True
+        if pricer.may_fit(split):
+            queue.append((pricer.bound_ms(split), split))
+    return sorted(queue), False
+
+
+def climbed(
+    pricer: Pricer, kept: Sequence[Candidate], every: Iterable[Split], modes: tuple[str, ...], over: Stop = never
+) -> tuple[list[Candidate], int]:
+    """The best splits and what is found by changing them one size at a time, until nothing near the best is better or
+    time is `over`; and how many more were judged. Bounds say little about where a model with experts is fast: a good
+    split is often some steps away from the first that were judged."""
+    known, seen = set(every), {c.split for c in kept}
+    out, more = list(kept), 0
+    while True:
+        starts = {c.split for key in (simpler_first, hoped_first) for c in sorted(out, key=key)[:CLIMBED]}
+        reached = dict.fromkeys(split for start in sorted(starts) for split in neighbours(start))
+        near = [split for split in reached if split in known and split not in seen]
+        if not near:
+            break
+        for split in near:
+            if over():
+                return sorted(out, key=simpler_first), more
+            seen.add(split)
+            more += 1
+            found = pricer.candidate(split, modes) if pricer.may_fit(split) else None
+            out += [found] if found is not None and found.fits else []
+    return sorted(out, key=simpler_first), more
+
+
+def neighbours(split: Split) -> list[Split]:
+    """The splits one step away: a factor of two is moved between two kinds of parallelism, or one other size is
+    changed."""
+    out = []
+    for grown, shrunk in permutations(("tp", "cp", "pp", "dp"), 2):
+        if getattr(split, shrunk) % 2 == 0:
+            sizes = {grown: 2 * getattr(split, grown), shrunk: getattr(split, shrunk) // 2}
+            moved = replace(split, **sizes)
+            out += [replace(moved, zero=zero) for zero in (1, 2, 3)]
+            out += [replace(moved, vp=1)]
+    for name in ("ep", "etp", "micro_batch_size", "vp", "hsdp"):
+        size = getattr(split, name)
+        out += [replace(split, **{name: other}) for other in (2 * size, size // 2) if other >= 1]
+    return [*out, *(replace(split, zero=zero) for zero in (1, 2, 3) if zero != split.zero)]
 
 
 def refined(
     pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...], runtime: Runtime, over: Stop = never
 ) -> list[Candidate]:
-    """The best splits with every number of stages per rank."""
+    """The best splits, each with every possible number of stages per rank."""
     splits_seen = {c.split for c in kept}
     out = list(kept)
     for candidate in kept[:REFINED]:
@@ -130,13 +192,13 @@ def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime:
 
 
 def _groups(split: Split) -> tuple[int, ...]:
-    """A split's groups of GPUs, whatever its micro-batches and stages are."""
+    """The groups of GPUs of a split, independent of its micro-batches and stages."""
     return split.tp, split.cp, split.ep, split.etp, split.pp, split.dp, split.zero, split.hsdp
 
 
 @cache
 def _published() -> dict[str, list[tuple[int, ...]]]:
-    """Model -> sizes of its published runs: tp, cp, ep, pp, vp, micro-batch size, ZeRO level."""
+    """For every model, the sizes of its published runs: tp, cp, ep, pp, vp, micro-batch size and ZeRO level."""
     out: dict[str, list[tuple[int, ...]]] = {}
     with PUBLISHED_RUNS.open(newline="") as file:
         for row in csv.DictReader(file):

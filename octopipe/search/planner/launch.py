@@ -21,7 +21,7 @@ PREFERRED = ("megatron", "torchtitan", "torch", "octopipe", "deepspeed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The text of every file but the plan."""
+    """The contents of every file in the folder except the plan."""
 
     runtime: str
     files: Mapping[str, str]
@@ -42,7 +42,7 @@ def launch_of(
 
 
 def _command(line: str) -> tuple[str, str]:
-    """A command without the comment after it, and the comment."""
+    """A command and the comment after it, separated."""
     command, _, comment = line.partition("  # ")
     return command, comment
 
@@ -52,6 +52,9 @@ def _script(candidate: Candidate, name: str, line: str) -> str:
     # One flag a line, so that changes show up in a diff.
     command = re.sub(r" (--[a-z])", r" \\\n  \1", command)
     before = "export HEAD=${HEAD:-localhost}\n"
+    if "$NODE_RANK" in command:
+        numbers = "set NODE_RANK to the number of this node, from 0 in the order of the cluster file"
+        before += f'export NODE_RANK="${{NODE_RANK:-${{SLURM_NODEID:?{numbers}}}}}"\n'
     if name == "megatron":
         before += ': "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM}"\n'
         command = re.sub(r"(?<= )(pretrain_\w+\.py)", r'"$MEGATRON_LM"/\1', command)
@@ -71,13 +74,16 @@ def _script(candidate: Candidate, name: str, line: str) -> str:
 
 def _slurm(candidate: Candidate, title: str) -> str:
     nodes, per_node = nodes_of(candidate)
+    gpus = "" if per_node is None else f"#SBATCH --gpus-per-node={per_node}\n"
+    if candidate.setup.nodes:
+        gpus += "# Nodes differ: list them in the order of the cluster file (--nodelist, --distribution=arbitrary).\n"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", title)[:40].strip("-") or "train"
     return (
         "#!/usr/bin/env bash\n"
         f"#SBATCH --job-name={name}\n"
         f"#SBATCH --nodes={nodes}\n"
         "#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --gpus-per-node={per_node}\n"
+        f"{gpus}"
         "#SBATCH --exclusive\n"
         "#SBATCH --output=%x-%j.log\n"
         "# Account, partition, time and container are your cluster's: add them here or to the sbatch command.\n"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.traffic import nearby
 from octopipe.models.spec import Attention, Block, Embedding, Head, LatentAttention, Layer, Mlp, ModelSpec, Moe, Mtp
+from octopipe.search.recompute import checkpointed_per_stage
 from octopipe.views.export.megatron import megatron_layout
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
 DATA = ("--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 20", "--lr 1e-4", "--min-lr 1e-5")
 """Enough to start a run that measures speed; replace it by your own data and schedule."""
+MORE_RECOMPUTED = 0.05
+"""Of all layers: so many more may be recomputed than were priced, about one percent of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLine:
-    """One command, in its parts."""
+    """The parts of one command."""
 
     environment: dict[str, str]
     script: str
@@ -40,7 +43,7 @@ class MegatronLine:
 
 
 def megatron_line(candidate: Candidate, spec: ModelSpec) -> MegatronLine:
-    """The command's parts; raises where Megatron-LM has no words for the split or the model."""
+    """The parts of the command; raises an error if Megatron-LM has no flags for the split or the model."""
     split = candidate.split
     script, model = model_flags(spec, candidate.setup.seq or 0)
     # Megatron-LM refuses tensor and context parallelism without this, and FSDP with it.
@@ -57,7 +60,7 @@ def megatron_line(candidate: Candidate, spec: ModelSpec) -> MegatronLine:
 
 
 def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    """Sizes, batch, layout, sharding, precision, recomputation."""
+    """The flags for parallel sizes, batch, layout, sharding, precision and recomputation."""
     setup, split = candidate.setup, candidate.split
     assert setup.gpu is not None
     experts = any(isinstance(part, Moe) for layer in spec for part in layer.parts)
@@ -132,7 +135,7 @@ def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
 
 
 def _context(candidate: Candidate) -> list[str]:
-    """Context parallelism and how it moves keys and values; a ring is the default there."""
+    """The flags for context parallelism and for how it exchanges keys and values; a ring is Megatron-LM's default."""
     split, setup = candidate.split, candidate.setup
     if split.cp == 1:
         return []
@@ -163,13 +166,17 @@ def _layout(candidate: Candidate, spec: ModelSpec) -> list[str]:
 
 
 def _recompute(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    setup, split = candidate.setup, candidate.split
+    setup = candidate.setup
     if setup.recompute == "full":
         layers = candidate.plan.num_layers - 2 if candidate.plan is not None else 0
-        if setup.recompute_layers is None or setup.recompute_layers >= layers:
+        if candidate.plan is None or setup.recompute_layers is None or setup.recompute_layers >= layers:
             return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
-        # The count holds for each stage, and the largest stage has to recompute as much as was priced.
-        per_stage = -(-setup.recompute_layers // max(1, split.pp * split.vp))
+        per_stage, again = checkpointed_per_stage(candidate.plan, setup.recompute_layers)
+        if again - setup.recompute_layers > MORE_RECOMPUTED * layers:
+            raise OctoPipeError(
+                f"Megatron-LM recomputes the same number of layers in every stage, {again} instead of the "
+                f"{setup.recompute_layers} that this split counts on; plan with --for megatron"
+            )
         return [f"--recompute-granularity full --recompute-method block --recompute-num-layers {per_stage}"]
     if setup.recompute != "selective":
         return []
@@ -184,8 +191,10 @@ def _recompute(candidate: Candidate, spec: ModelSpec) -> list[str]:
 
 
 def model_flags(spec: ModelSpec, seq: int) -> tuple[str, list[str]]:
-    """Script and flags that build the model."""
+    """The script that builds the model, and its flags."""
     embedding, head = spec.layers[0], spec.layers[-1]
+    if spec.source is not None:
+        raise OctoPipeError(f"no Megatron-LM flags are known here for {spec.name}, which has a tower or an encoder")
     if not isinstance(embedding, Embedding) or not isinstance(head, Head):
         raise OctoPipeError(f"{spec.name} does not begin with an embedding and end with a head")
     inner = [layer for layer in spec.layers[1:-1] if not isinstance(layer, Mtp)]
@@ -267,7 +276,7 @@ def _feed_forward(dense: list[Mlp], experts: list[Moe], name: str) -> list[str]:
 
 
 def _moe_frequency(inner: list[Layer]) -> list[str]:
-    """Which blocks have experts, where not all of them do."""
+    """The flag that says which blocks have experts, if not all of them do."""
     has = [any(isinstance(p, Moe) for p in layer.parts) for layer in inner]
     if all(has) or not any(has):
         return []

@@ -27,8 +27,15 @@ from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
+from octopipe.search.planner.runtimes import Checkpoints
 from octopipe.search.planner.splits import Split, least_state_bytes
-from octopipe.search.recompute import Price, least_recomputing, plan_under, recomputing
+from octopipe.search.recompute import (
+    Price,
+    checkpointed_per_stage,
+    least_recomputing,
+    plan_under,
+    recomputing,
+)
 from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -37,7 +44,7 @@ from octopipe.simulation.timeline import GIB, Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A split with its numbers: estimated, simulated, or tuned."""
+    """A split with its numbers, which are estimated, simulated or tuned."""
 
     split: Split
     setup: Setup
@@ -92,7 +99,8 @@ def exchange_hidden(costs: CostTable) -> CostTable:
 
 
 def evenly_routed_ms(candidate: Candidate) -> float | None:
-    """The candidate's step if every expert rank got the same tokens; None where that was priced anyway."""
+    """The step time of the candidate if every expert rank received equally many tokens; None if the costs assume that
+    already."""
     if candidate.spec is None or candidate.plan is None or not candidate.setup.imbalance or candidate.setup.ep == 1:
         return None
     even = costs_of_setup(candidate.spec, replace(candidate.setup, imbalance=()))
@@ -100,7 +108,7 @@ def evenly_routed_ms(candidate: Candidate) -> float | None:
 
 
 class _Work(NamedTuple):
-    """One micro-batch through the whole model, in milliseconds on one GPU of a rank."""
+    """The work of one micro-batch in the whole model, in milliseconds on one GPU of a rank."""
 
     forward_ms: float
     total_ms: float
@@ -111,7 +119,7 @@ class _Work(NamedTuple):
 
 
 class Pricer:
-    """Costs of splits, each priced once."""
+    """Computes the costs of splits, each only once."""
 
     def __init__(
         self,
@@ -123,12 +131,13 @@ class Pricer:
         pairs: bool = False,
         overlaps: tuple[str, ...] = (),
         layouts: bool = True,
+        checkpoints: Checkpoints = "some",
     ):
         """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
         of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other.
         `overlaps`: the published schedules that the runtime runs with such pairs. `layouts`: stages may differ in their
-        number of layers."""
-        self.layouts = layouts
+        number of layers. `checkpoints`: which layers the runtime can recompute whole."""
+        self.layouts, self.checkpoints = layouts, checkpoints
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
         self.pairs, self.overlaps = pairs or bool(overlaps), overlaps
         parts = [part for layer in spec for part in layer.parts]
@@ -219,14 +228,18 @@ class Pricer:
         return sum(max(pair) + self.rates.hidden * min(pair) for pair in pairs)
 
     def may_fit(self, split: Split) -> bool:
-        """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
+        """Whether memory suffices for the training state and for the layer inputs that every rank has to keep in any
+        case."""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
         state = least_state_bytes(split, self.dense, self.experts, self.base, self.trained)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
-        width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
+        width = self.spec.hidden / (split.tp if self.base.sequence_parallel else 1)
         # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
-        layers = sum(state != "idle" for state in layer_states(self.spec.num_layers, self.base.frozen)[1:-1])
+        # A tower's layers may keep less, and nothing for a micro-batch without an image.
+        inner = range(max((last for _, last in self.spec.towers), default=0) + 1, self.spec.num_layers - 1)
+        states = layer_states(self.spec.num_layers, self.base.frozen)
+        layers = sum(states[i] != "idle" for i in inner)
         kept = 2.0 * tokens * width * layers * min(m, split.pp) / split.pp
         return state + kept < limit
 
@@ -302,7 +315,22 @@ class Pricer:
         if not found.fits and recompute == "auto" and short < m:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
             found = self.of_plan(split, plan, costs, system)
+        layers = self._checkpointed(found)
+        if layers != (found.setup.recompute_layers or 0):
+            costs = self.costs(split, "full", layers if layers < self.spec.num_layers - 2 else None)
+            found = self.of_plan(split, build(costs), costs, system)
         return self._by_speed(found)
+
+    def _checkpointed(self, found: Candidate) -> int:
+        """How many layers the runtime recomputes where the candidate needs some of them: as many, all, or the same
+        number in every stage."""
+        layers = found.setup.recompute_layers or 0
+        if not layers or self.checkpoints == "some":
+            return layers
+        if self.checkpoints == "all":
+            return self.spec.num_layers - 2
+        assert found.plan is not None
+        return checkpointed_per_stage(found.plan, layers)[1]
 
     def _by_speed(self, even: Candidate) -> Candidate:
         """On ranks of unequal speed: the same schedule with as many layers per stage as its rank is fast, where that is

@@ -86,7 +86,14 @@ def scaled(
         count, began = int(gpus * share), time.monotonic()
         if count < 1 or count == gpus or began + longest > until:
             continue
-        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
+        pricer = Pricer(
+            spec,
+            base,
+            global_batch,
+            recompute_ops=runtime.recomputes_by_ops,
+            overlaps=runtime.overlaps,
+            checkpoints=runtime.checkpoints,
+        )
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
         judging = Budget(seconds=budget_s / (2 * len(STEPS)))
         kept, *_ = judge(pricer, every, modes_of("auto", runtime, base), lambda words: None, over=judging.over)

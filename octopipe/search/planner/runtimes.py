@@ -19,6 +19,7 @@ from typing import Literal
 from octopipe.costs.cluster.setup import Setup
 
 Target = Literal["octopipe", "torch", "megatron"]
+Checkpoints = Literal["some", "stage", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class Runtime:
     """What it can keep in the host's memory, of what is priced here: `optimizer` state, whole layers' `activations`."""
     recomputes_by_ops: bool = False
     """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
+    checkpoints: Checkpoints = "some"
+    """Which layers it can checkpoint: `some` (any of them), as many in every `stage`, or `all` of them or none."""
 
     @property
     def tuned(self) -> bool:
@@ -88,6 +91,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             # --overlap-moe-expert-parallel-comm wants interleaved 1F1B and no whole layers recomputed.
             overlaps=("interleaved-overlap",),
             offloads=("optimizer", "activations"),
+            checkpoints="stage",  # --recompute-method block --recompute-num-layers N
         ),
         # FSDP2, DTensor TP, context and expert parallelism around torch.distributed.pipelining.
         "torchtitan": Runtime(
@@ -99,6 +103,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             target="torch",
             overlaps=("dualpipev",),
             trains=("lora",),
+            checkpoints="all",
         ),
         "torch": Runtime(
             name="torch",
@@ -127,6 +132,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(0,),
             zero_with_pipeline=(0,),
             most={"tp": 1, "cp": 1, "ep": 1, "etp": 1, "hsdp": 1},
+            trains=("frozen",),
             recomputes_by_ops=True,
         ),
         # Every split that at least one of the others runs.
@@ -138,6 +144,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             overlaps=("interleaved-overlap", "dualpipev"),
             trains=("lora", "frozen"),
             offloads=("optimizer", "activations"),
+            checkpoints="stage",  # what most of them run; a script of one's own runs it too
         ),
     }
 )

@@ -18,8 +18,8 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
-from octopipe.search.planner.commands import runs_on
-from octopipe.search.planner.judging import Say, judge, modes_of, published_splits, refined
+from octopipe.search.planner.commands import command_lines, runs_on
+from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits
@@ -29,8 +29,12 @@ SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
 JUDGING, SIMULATING = 0.3, 0.2
 """Shares of the budget for judging and for the first simulations; tuning gains more than either."""
+BY_BOUND = 0.7
+"""Of that share for judging, what is spent in the order of bounds; the rest on what is near the best."""
 JUDGING_S = 8.0
 """Seconds that judging gets where its share would be less, as long as there are twice as many."""
+PUBLISHED = 2
+"""Of the splits that published runs of the model used, the best by estimate that are simulated before all others."""
 ROUNDS = 3
 """How often a search that has time left goes on tuning what is best so far."""
 AGAIN = 0.9
@@ -78,14 +82,16 @@ def search(
     seed: int = 0,
     say: Say | None = None,
     stop: Stop = never,
+    published: bool = True,
 ) -> Found:
     """The best split of `gpus` GPUs for steps of `global_batch` sequences.
 
     `budget_s` is wall-clock time from `began` (left out: now) and covers everything, a little for the answer included.
-    `clock` measures it: `time.process_time` makes answers on busy machines comparable.
+    `clock` measures it: `time.process_time` makes answers on busy machines comparable. `published=False` does not look
+    at what published runs of the model used, as if nobody had run it: benchmarks measure the search alone with it.
     """
     budget = Budget(seconds=budget_s, clock=clock, began=began, stop=stop)
-    run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say)
+    run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say, published)
     present = run.today(today) if today else None
     # A short budget is better spent on finding the split than on tuning a poor one.
     judging = max(JUDGING, min(2 * JUDGING, JUDGING_S / budget_s))
@@ -121,6 +127,7 @@ class _Run:
         seed: int,
         budget: Budget,
         say: Say | None,
+        published: bool,
     ):
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
@@ -141,6 +148,7 @@ class _Run:
             pairs=pairs,
             overlaps=runtime.overlaps,
             layouts=runtime.target is not None,
+            checkpoints=runtime.checkpoints,
         )
         self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
@@ -158,22 +166,24 @@ class _Run:
         self.skipped: list[str] = []
         self.improved: set[Split] = set()
         self.scheduled: set[Split] = set()
-        self.published: set[Split] = set()
+        known = published_splits(self.pricer, self.every, gpus, runtime) if published else []
+        self.published = {s for s in known if all(getattr(s, k) == v for k, v in fixed.items())}
 
     def judge(self, until: float) -> None:
         """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
         looked at in any case."""
-        known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
-        self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
         self.kept, self.judged, self.left_ms = judge(
             self.pricer,
             self.every,
             self.modes,
             self.tell,
-            over=lambda: self.budget.over(until),
+            over=lambda: self.budget.over(BY_BOUND * until),
+            bounding=lambda: self.budget.over(0.5 * BY_BOUND * until),
             tuned=self.runtime.tuned,
             always=sorted(self.published),
         )
+        self.kept, more = climbed(self.pricer, self.kept, self.every, self.modes, lambda: self.budget.over(until))
+        self.judged += more
         if "vp" not in self.fixed:
             later = min(until + 0.1, 1.0)
             self.kept = refined(self.pricer, self.kept, self.modes, self.runtime, lambda: self.budget.over(later))
@@ -187,13 +197,17 @@ class _Run:
         """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
         the budget is spent."""
         self.tell("simulating the best few")
-        for candidate in varied(self.kept, each=2):
+        # What somebody ran is simulated first: however short the time, an answer is not behind it.
+        used = [c for c in self.kept if c.split in self.published][:PUBLISHED]
+        for candidate in [*used, *varied(self.kept, each=2)]:
             best_ms = self.best_ms
             settled = len(self.simulated) >= SIMULATED and candidate.step_ms >= best_ms
             if best_ms < math.inf and (settled or self.budget.over(until) or not self._affords(candidate)):
                 break
             if self._known(candidate.split) is None:
-                self._simulated(candidate.split)
+                found = self._simulated(candidate.split)
+                if candidate in used and found.split.pp > 1 and self.runtime.any_order:
+                    self._scheduled(found)
 
     @property
     def hopeful(self) -> list[Candidate]:
@@ -201,11 +215,11 @@ class _Run:
         return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
 
     def schedule(self, until: float) -> None:
-        """Published splits and the most hopeful ones under the published schedules that need a runtime for any order,
-        until this share of the budget is spent: most of what tuning would gain, for a few simulations each."""
+        """Published and hopeful splits under the published schedules that need any order of ops, until this share of
+        the budget is spent: most of what tuning would gain, for a few simulations each."""
         if not self.runtime.any_order:
             return
-        used = [c for c in self.hopeful if c.split in self.published]
+        used = [c for c in sorted(self.kept, key=hoped_first) if c.split in self.published and c.split.pp > 1]
         for candidate in [*used, *self.hopeful[:SIMULATED]]:
             if self.budget.over(until) or not self._affords(candidate):
                 return
@@ -290,12 +304,16 @@ class _Run:
         """What was not evaluated for lack of time, and its maximum gain: a bound holds for every order of the ops."""
         if self.left_ms is None:
             return []
+        if not self.left_ms:
+            words = (
+                f"Only {self.judged} of {len(self.every)} splits were evaluated in time, and some of the others have"
+            )
+            return [f"{words} not even a bound. A longer --budget evaluates more of them."]
         most = best.step_ms / self.left_ms - 1.0
         gain = f"is more than {100 * most:.0f} % faster than this answer" if most > 0 else "is faster than this answer"
         return [
-            f"Only {self.judged} of {len(self.every)} splits were evaluated in time; according to "
-            f"their bounds, none of "
-            f"the others {gain}. A longer --budget evaluates more of them."
+            f"Only {self.judged} of {len(self.every)} splits were evaluated in time; according to their bounds, none "
+            f"of the others {gain}. A longer --budget evaluates more of them."
         ]
 
     @property
@@ -331,6 +349,8 @@ class _Run:
         rivals = [*fitting, *self.tuned, *([present] if present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
+        if not rivals and (fit := [c for c in self.simulated if c.fits]):
+            raise OctoPipeError(_unrun(min(fit, key=lambda c: c.step_ms), self.spec))
         if not rivals:
             raise DoesNotFitError(_unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
         fastest = min(rivals, key=lambda c: c.step_ms)
@@ -384,6 +404,12 @@ def _today(
             f"today's dp {dp} and micro-batch size {split.micro_batch_size} do not divide the global batch "
             f"{pricer.global_batch}"
         )
+    if split.vp == 2 and pricer.global_batch // (dp * split.micro_batch_size) % split.pp:
+        # Interleaved 1F1B cannot run it: two stages per rank are those of a V-shaped schedule, as DualPipe's.
+        one = replace(split, vp=1)
+        found = [c for name in ("dualpipev", "zb-v") if (c := pricer.scheduled(one, name)) is not None]
+        if found:
+            return min(found, key=lambda c: c.step_ms)
     return pricer.simulated(split, recompute)
 
 
@@ -408,6 +434,13 @@ def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
         return state, split.micro_batch_size, split.vp
 
     return min(every, key=size)
+
+
+def _unrun(best: Candidate, spec: ModelSpec) -> str:
+    """Why no runtime runs the best split that was simulated."""
+    lines = command_lines(best, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
+    reasons = "; ".join(f"{name}: {line.removeprefix('none: ')}" for name, line in lines.items())
+    return f"no runtime runs {best.split.words()}, the best of what was simulated in time; give more time ({reasons})"
 
 
 def _unfit(pricer: Pricer, found: Candidate) -> str:

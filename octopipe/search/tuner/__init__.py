@@ -67,24 +67,23 @@ def tune(
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
-    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
-    Left open they may where the costs know weights; without, copies would cost nothing. `cut_head`: may the head,
-    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `offload`:
-    may activations be moved to host memory (method "best"; docs/offload.md)? `phases`: those of Algorithm 1 that are on
-    (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only what it
-    can run is searched (see restricted.py), with method "best".
-    `TuneResult.plans` says which plans the bound and `optimal` speak of. `iterations` (moves per lane; of method
-    "exact" the solver's conflicts) instead of time makes the plan, to its last byte on disk, depend on the seed
-    alone: on any machine, with any number of workers.
+    `recompute` allows activations to be recomputed. `copies` allows several ranks to hold a layer (method "best"; by
+    default if the costs contain weights, because copies would otherwise cost nothing). `cut_head` allows the head, and
+    with it the embedding, to be split by vocabulary over several ranks (method "best"; docs/cut-head.md). `offload`
+    allows activations to be moved to host memory (method "best"; docs/offload.md). `phases` are the phases of
+    Algorithm 1 that are switched on (methods "octopipe" and "random"). `target` is the runtime that will run the plan;
+    for another runtime than ours, only plans that it can run are searched (`search/restricted.py`, method "best").
+    `TuneResult.plans` says for which plans the bound and `optimal` hold. With `iterations` (moves per lane; for method
+    "exact", conflicts of the solver) instead of a time, the plan file depends on the seed alone, to its last byte, on
+    any machine and with any number of workers.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     _check_method(method, target, phases=tuple(phases), robust=robust, cut_head=cut_head)
     if offload:
         _check_offload(costs, method, target, combined=robust or cut_head)
-    if target != "octopipe":
-        recompute, copies = False, False
-    recompute, copies, notes = _what_may_be(costs, method, start, recompute, copies)
+    ours = target == "octopipe"
+    recompute, copies, notes = _what_may_be(costs, method, start, recompute and ours, copies if ours else False)
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
     plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head, offloads=offload)
@@ -97,22 +96,17 @@ def tune(
     common |= {"progress": progress, "iterations": iterations}
     found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
     notes += more
-    if solved is not None and solved.lower_bound_ms > bound and not plans.copies and not costs.exchanges:
-        bound_name, bound = "CP-SAT", solved.lower_bound_ms
     hide = None if target == "megatron" else partial(_hide, costs=costs, budget_s=budget_s, iterations=iterations)
     found, chosen, timeline, mean_ms = _finished(found, costs, robust=robust, seed=seed, hide=hide)
     step_ms = timeline.step_ms
-    if (reached := _class_of(chosen, plans)) != plans:
-        plans = reached
-        bound_name, bound = lower_bound(*setting, *plans)
+    plans, bound_name, bound = _bound_for(chosen, plans, setting, solved, (bound_name, bound))
     if not plans.copies and method == "best" and target == "octopipe":
         notes += _copies_would_help(found.systems, step_ms)
-    plan = chosen.with_extra(
-        system="octopipe", step_ms=step_ms, lower_bound_ms=bound, bound_of=plans.words, method=method, seed=seed,
-        costs=costs.digest(), search=[_row(step, counted=iterations is not None) for step in found.log],
-    )  # fmt: skip
+    log = [_row(step, counted=iterations is not None) for step in found.log]
+    promise = {"system": "octopipe", "step_ms": step_ms, "lower_bound_ms": bound, "bound_of": plans.words}
+    found_by = {"method": method, "seed": seed, "costs": costs.digest(), "search": log}
     return TuneResult(
-        plan=plan,
+        plan=chosen.with_extra(**promise, **found_by),
         step_ms=step_ms,
         lower_bound_ms=bound,
         bound_name=bound_name,
@@ -134,7 +128,7 @@ def tune(
 
 
 def _check_method(method: str, target: str, *, phases: tuple[str, ...], robust: bool, cut_head: bool) -> None:
-    """Refuse what a method or a runtime does not know."""
+    """Reject options that the method or the runtime does not support."""
     if phases != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     if cut_head and (method != "best" or target != "octopipe"):
@@ -148,7 +142,8 @@ def _check_method(method: str, target: str, *, phases: tuple[str, ...], robust: 
 
 
 def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool) -> None:
-    """Refuse offload where no search knows it, or where the link to host memory is unknown."""
+    """Reject `offload` for searches that do not support it, and if the bandwidth of the link to host memory is not
+    known."""
     if method != "best" or target != "octopipe":
         raise OctoPipeError("offload needs --method best and octopipe's own runtime; leave --offload out")
     if combined:
@@ -160,10 +155,23 @@ def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool
         )
 
 
+def _bound_for(
+    chosen: Plan, plans: PlanClass, setting: tuple[CostTable, int, int], solved: Solved | None, bound: tuple[str, float]
+) -> tuple[PlanClass, str, float]:
+    """The class of plans that the lower bound holds for (it contains the chosen plan), the name of the bound, and the
+    bound."""
+    if (reached := _class_of(chosen, plans)) != plans:
+        return reached, *lower_bound(*setting, *reached)
+    if solved is not None and solved.lower_bound_ms > bound[1] and not plans.copies and not setting[0].exchanges:
+        bound = "CP-SAT", solved.lower_bound_ms
+    return plans, *bound
+
+
 def _what_may_be(
     costs: CostTable, method: str, start: Plan | None, recompute: bool, copies: bool | None
 ) -> tuple[bool, bool, list[str]]:
-    """Whether activations may be recomputed and layers held by several ranks, and lines about what was decided here."""
+    """Whether activations may be recomputed and whether several ranks may hold a layer, with notes on what was decided
+    here."""
     notes = []
     if copies is None:
         copies = bool(costs.static_bytes.any())
@@ -185,7 +193,7 @@ def _what_may_be(
 
 
 class _Asked(NamedTuple):
-    """Which search is asked for."""
+    """The options of `tune` that select a search."""
 
     method: Method
     target: Target
@@ -200,7 +208,7 @@ def _searched(
     setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
     lower_bound_ms: float,
 ) -> tuple[Found, Solved | None, list[str]]:  # fmt: skip
-    """What the search that is asked for finds; what the solver proved, where it ran; and lines about it."""
+    """Run the selected search. Returns what it found, what the solver proved (if it ran), and notes for the user."""
     costs, notes = setting[0], []
     if asked.method == "exact":
         solved = solve(*setting, workers=workers, **common)
@@ -230,8 +238,8 @@ def _searched(
 
 
 def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any]) -> tuple[Found, str]:
-    """The fastest plan found without host memory or with it, and a line about the difference. Pairs of ops are not
-    searched: the executor runs pairs or offload."""
+    """The fastest plan found with or without host memory, and a note on the difference. Pairs of ops are not searched,
+    because the executor supports pairs or offload but not both."""
     costs, num_ranks, num_micro_batches = setting
     costs = costs.replace(segments=None)
     budget_s = common["budget_s"]
@@ -242,11 +250,11 @@ def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any
     unfit: OctoPipeError | None = None
     found: Found | None = None
     try:
-        found = search(costs, budget_s * (1.0 - SETTINGS.offload))
+        found = search(costs, budget_s * (1.0 - SETTINGS.special))
     except DoesNotFitError as error:
         unfit = error
     better = with_offload(
-        found, costs, num_ranks, num_micro_batches, budget_s=budget_s * SETTINGS.offload, search=search,
+        found, costs, num_ranks, num_micro_batches, budget_s=budget_s * SETTINGS.special, search=search,
         stopped=lambda: found is not None and found.interrupted,
     )  # fmt: skip
     if better is None:
@@ -258,17 +266,17 @@ def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any
 def _search_best(
     setting: tuple[CostTable, int, int], common: dict[str, Any], *, jitter: float, pairs: bool, cut_head: bool
 ) -> tuple[Found, float | None]:
-    """The default search, with pairs where ops have an exchange to hide and a cut head where it is asked for; with the
-    latter also the step time of the best plan with a whole head."""
+    """The default search. Searches pairs of ops if the costs contain exchanges to hide, and a split head if that was
+    asked for; in the latter case it also returns the step time of the best plan with a whole head."""
     costs, num_ranks, num_micro_batches = setting
     budget_s, seed, iterations = common["budget_s"], common["seed"], common["iterations"]
-    share = (1.0 - SETTINGS.pairs if pairs else 1.0) * (1.0 - SETTINGS.cut_head if cut_head else 1.0)
+    share = (1.0 - SETTINGS.special if pairs else 1.0) * (1.0 - SETTINGS.special if cut_head else 1.0)
     plain = costs.replace(segments=None) if pairs else costs
     first = common | {"budget_s": budget_s * share}
     found = Search(plain, num_ranks, num_micro_batches, jitter=jitter, **first).run()
     if pairs and not found.interrupted:
         found = with_pairs(
-            found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations,
+            found, *setting, budget_s=budget_s * SETTINGS.special, seed=seed, iterations=iterations,
             copies=common["copies"],
         )  # fmt: skip
     if not cut_head or found.interrupted:
@@ -281,7 +289,7 @@ def _search_best(
         return Search(chain, num_ranks, num_micro_batches, **(common | changed)).run()
 
     return with_cut_head(
-        found, *setting, budget_s=budget_s * SETTINGS.cut_head, seed=seed, iterations=iterations,
+        found, *setting, budget_s=budget_s * SETTINGS.special, seed=seed, iterations=iterations,
         lower_bound_ms=common["lower_bound_ms"], progress=common["progress"], search_chain=search_chain,
         workers=common["workers"],
     )  # fmt: skip
@@ -290,8 +298,8 @@ def _search_best(
 def _finished(
     found: Found, costs: CostTable, *, robust: bool, seed: int, hide: Callable[..., tuple[Plan, Timeline, bool]] | None
 ) -> tuple[Found, Plan, Timeline, float | None]:
-    """The plan that is handed out: the most robust finalist where that is asked for, with transfers hidden behind
-    computation where that costs nothing; its timeline and its mean step time under jitter."""
+    """The plan that is returned: the most robust finalist if `robust`, with its transfers moved behind computation if
+    that does not lengthen the step; also its timeline and its mean step time under jitter."""
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
@@ -315,8 +323,8 @@ def _finished(
 def _hide(
     plan: Plan, before: Timeline, *, costs: CostTable, budget_s: float, iterations: int | None, seed: int
 ) -> tuple[Plan, Timeline, bool]:
-    """The plan with transfers behind computation where that costs nothing, its timeline, and whether somebody
-    interrupted this."""
+    """The plan with its transfers moved behind computation if that does not lengthen the step, its timeline, and
+    whether the user interrupted this."""
     seconds = min(HIDE_S, HIDE_SHARE * budget_s)
     try:
         if iterations is not None:
@@ -331,7 +339,8 @@ def _hide(
 
 
 def _copies_would_help(systems: Mapping[str, float], step_ms: float) -> list[str]:
-    """A line where a published system that holds layers twice, which was not allowed here, is faster."""
+    """A note for the user if a published system that holds layers twice is faster, although copies were not allowed
+    here."""
     faster = {name: ms for name, ms in systems.items() if name in COPYING and ms < step_ms * (1 - 1e-6)}
     if not faster:
         return []
@@ -343,7 +352,7 @@ def _copies_would_help(systems: Mapping[str, float], step_ms: float) -> list[str
 
 
 def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
-    """What cutting the head has brought."""
+    """A note for the user on what splitting the head has gained."""
     ranks = plan.shards().get(plan.num_layers - 1, ())
     if not ranks:
         return f"no plan with a cut head was faster than the one with a whole head ({whole_ms:.2f} ms)"
@@ -355,7 +364,8 @@ def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
 
 
 def _row(step: Step, *, counted: bool) -> dict[str, Any]:
-    """A line of the search as a plan keeps it; where moves are counted, when it was made says nothing about it."""
+    """One improvement as the plan file stores it. If moves are counted instead of time, the time of the improvement is
+    left out."""
     row = step.as_dict()
     if counted:
         del row["seconds"]
@@ -363,7 +373,7 @@ def _row(step: Step, *, counted: bool) -> dict[str, Any]:
 
 
 def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
-    """The class, widened to hold this plan."""
+    """The given class of plans, widened so that it contains this plan."""
     recomputes = any(s.recompute for s in plan.stages)
     return PlanClass(
         recompute=plans.recompute or recomputes,

@@ -22,12 +22,12 @@ from octopipe.search.tuner.core.problem import (
 
 
 def orders_in(scratch: Scratch) -> Orders:
-    """Those that have just been built there; they change with the next schedule."""
+    """The orders that have just been built in this scratch. They are overwritten by the next schedule."""
     return Orders(scratch.seq, scratch.place[LENGTH])
 
 
 def plan_of(problem: Problem, costs: CostTable, st: np.ndarray, orders: Orders) -> Plan:
-    """The plan of a structure with these orders."""
+    """The plan with this structure and these orders."""
     size, routes = int(st[SIZE, 0]), int(st[ROUTES, 0])
     stages = tuple(
         Stage(
@@ -63,7 +63,7 @@ def plan_of(problem: Problem, costs: CostTable, st: np.ndarray, orders: Orders) 
 
 
 def writable(plan: Plan) -> bool:
-    """Can the search's arrays hold this plan as it is?"""
+    """Whether the search's arrays can represent this plan without change."""
     cuts = {tuple((plan.stages[s].first, plan.stages[s].stop) for s in route) for route in plan.routes}
     every = sorted(s for route in plan.routes for s in route)
     whole = all(isinstance(s.recompute, bool) for s in plan.stages)
@@ -71,7 +71,7 @@ def writable(plan: Plan) -> bool:
 
 
 def structure_of(problem: Problem, max_stages: int, plan: Plan) -> np.ndarray:
-    """A plan's partition, placement and recomputation, stages numbered route by route."""
+    """The partition, placement and recomputation of a plan, with stages numbered route by route."""
     st = make_structure(problem, max_stages)
     stages = [plan.stages[s] for route in plan.routes for s in route]
     size = len(plan.routes[0])

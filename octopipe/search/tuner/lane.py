@@ -23,20 +23,25 @@ from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS, STRUCTURE_MOVE
 from octopipe.search.tuner.starts import Starts
 
 Note = Callable[[int, str, str, float, float], None]
-"""Told of moves made (phase "" for those), or of phase, move, step time before and after an improvement."""
+"""A lane calls this with the number of moves it made (and an empty phase), or with the number, phase and name of a move
+that improved the plan and the step times before and after it."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """A lane's time or moves; `share` says how much of it is spent. Stopped, it stays at 1.0."""
+    """The time, or the number of moves, that a lane has. `share` says how much of it is used; it stays at 1.0 once the
+    lane is stopped."""
 
     seconds: float
-    """End of the search, in seconds since `began`."""
+    """The search ends this many seconds after `began`."""
     began: float
+    """The search began at this time of the monotonic clock."""
     moves: int | None = None
-    """Instead of time: moves this lane makes, however long they take."""
+    """If this is given, the lane makes this many moves, however long they take."""
     made: int = 0
+    """The lane has made this many moves."""
     stopped: Callable[[], bool] = lambda: False
+    """This says whether the search was stopped."""
 
     def share(self) -> float:
         if self.stopped():
@@ -60,17 +65,17 @@ class Lane:
         self.dice = np.random.default_rng((*seed, 2))
         self.polish_rng = make_rng(*seed, 3)
         self.inbox: list[tuple[str, np.ndarray]] = []
-        """Structures from outside, by name; others may append at any time."""
+        """These structures come from elsewhere, each with its name; other threads may append at any time."""
         self.population: Population | None = None
         self.populations = 1
         self.found: list[Start] = []
-        """What populations came to, the best of each size first."""
+        """These are the results of earlier populations, the best first."""
         self.polishers: list[Polisher] = []
         ops = 3 * problem.micro_batches * min(problem.layers, 2 * problem.ranks)
         self.heat = max(SETTINGS.few_ops / ops, 1.0) ** 2
 
     def best(self) -> list[Start]:
-        """The best structure with keys so far, if any."""
+        """The best structure with keys found so far, if there is one."""
         candidates = [*self.found[:1], *self.starts.kept[:1]]
         if self.population is not None and self.population.best is not None:
             candidates.append(self.population.best)
@@ -79,7 +84,8 @@ class Lane:
     # -- phases ----------------------------------------------------------------------------------------
 
     def begin(self, shapes: list[tuple[float, bool]], until: float) -> None:
-        """Even loops and waves: something that fits, at once; with recomputation where nothing fits without."""
+        """Evaluate even loops and waves, so that there is a plan that fits at once; with recomputation if nothing fits
+        without it."""
         for recompute in (False, True) if self.may_recompute else (False,):
             for rounds, wave in shapes:
                 if self.starts.kept and self.budget.share() >= until:
@@ -90,7 +96,7 @@ class Lane:
                 return
 
     def draw(self, until: float) -> None:
-        """Draw starts until this share of the budget is spent."""
+        """Draw initial structures until this share of the budget is used."""
         first = self.starts.draws
         while self.budget.share() < until:
             while self.inbox:
@@ -101,10 +107,10 @@ class Lane:
             self.note(MOVES_PER_DRAW, "", "", np.inf, np.inf)
 
     def anneal(self, until: float, number: int, rounds: int) -> None:
-        """Anneal a population of the best starts until this share of the budget is spent.
+        """Anneal a population of the best initial structures until this share of the budget is used.
 
-        This is one of so many rounds, between which lanes exchange members. Some lanes begin anew halfway, if time
-        allows.
+        This is one of several rounds, between which lanes exchange members. Some lanes start a new population halfway,
+        if there is time.
         """
         if number == 0:
             plenty = self.judgeable(until) * rounds > 2 * SETTINGS.members * JUDGED_EACH
@@ -113,7 +119,7 @@ class Lane:
         if number % each == 0 or self.population is None or not self.population.members:
             self.settle()
             if number > 0:
-                self.draw(min(self.budget.share() + SETTINGS.draw_again, until))
+                self.draw(min(self.budget.share() + SETTINGS.draw, until))
             self.population = self._gather(until, min(each, rounds - number))
         population, first = self.population, self.budget.share()
         if not population.members:  # nothing fits yet: go on looking
@@ -121,7 +127,7 @@ class Lane:
             return
         begin, end = (number % each) / each, (number % each + 1) / each
         cells = self.problem.ranks * self.problem.micro_batches
-        hot = self.heat * min(1.0, SETTINGS.hot_cells / cells) * SETTINGS.hot[self.number % len(SETTINGS.hot)]
+        hot = self.heat * min(1.0, SETTINGS.cells / cells) * SETTINGS.hot[self.number % len(SETTINGS.hot)]
         steps = max(round(SETTINGS.temperatures * (end - begin)), 1)
         for step in range(steps):
             heat = hot * SETTINGS.cool ** (begin + (end - begin) * step / steps)
@@ -136,7 +142,8 @@ class Lane:
             population.resample(heat, self.dice)
 
     def _gather(self, until: float, rounds: int) -> Population:
-        """As many of the best starts as there is time for, in so many rounds as long as the one until then."""
+        """As many of the best initial structures as there is time for, given the number of rounds and the length of
+        this one."""
         population = Population(self.judge)
         enough = rounds * self.judgeable(until) / JUDGED_EACH
         chosen = self.starts.take()[: min(max(int(enough), 1), SETTINGS.members)]
@@ -148,16 +155,16 @@ class Lane:
         return population
 
     def settle(self) -> None:
-        """End the population; what it came to is kept, and so are starts that were never walked from."""
+        """End the population. Its results are kept, and so are initial structures that were not used."""
         if self.population is not None:
             self.found = sorted([*self.found, *self.population.results()], key=lambda s: s.step_ms)
             self.population = None
 
     def polish(self, polishers: list[Polisher]) -> None:
-        """Anneal orders as they are: each for a while, then the best for the rest of the budget."""
+        """Anneal given orders: each for a while, then the best for the rest of the budget."""
         self.polishers += polishers
         first = self.budget.share()
-        trials = (1.0 - first) * SETTINGS.trials / max(len(polishers), 1)
+        trials = 0.5 * (1.0 - first) / max(len(polishers), 1)
         for polisher in polishers:
             self._anneal_orders(polisher, min(self.budget.share() + trials, 1.0), self.heat)
         if polishers:
@@ -166,7 +173,7 @@ class Lane:
     # -- pieces ----------------------------------------------------------------------------------------
 
     def judgeable(self, until: float) -> float:
-        """How many schedules like that of the best start can be judged until this share of the budget is spent."""
+        """How many schedules like that of the best start can be evaluated until this share of the budget is used."""
         left = until - self.budget.share()
         if self.budget.moves is not None:
             return left * self.budget.moves
@@ -182,10 +189,10 @@ class Lane:
 
     def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
         first, chunk = self.budget.share(), POLISH_CHUNK
-        hot, cold = heat * SETTINGS.polish_hot, heat * SETTINGS.polish_cold
+        hot = heat * SETTINGS.polish_hot
         while (now := self.budget.share()) < until:
             clock = time.monotonic()
-            lines = polisher.run(chunk, hot * (cold / hot) ** ((now - first) / max(until - first, 1e-9)))
+            lines = polisher.run(chunk, hot * SETTINGS.cool ** ((now - first) / max(until - first, 1e-9)))
             self.budget.made += chunk
             self._tell(lines, ORDER_MOVES, chunk)
             if self.budget.moves is None:
@@ -193,14 +200,15 @@ class Lane:
                 least, most = POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST
                 chunk = int(min(max(chunk * POLISH_CHUNK_S / took, least), most))
 
-    def _tell(self, lines: np.ndarray, moves: tuple[tuple[str, str, float], ...], made: int) -> None:
+    def _tell(self, lines: np.ndarray, moves: tuple[tuple[str, str], ...], made: int) -> None:
         for i, move, before, after in lines:
-            name, phase, _ = moves[int(move)]
+            name, phase = moves[int(move)]
             self.note(int(i), phase, name, before, after)
         self.note(made, "", "", np.inf, np.inf)
 
     def rejudge(self) -> None:
-        """After more memory was reserved: judge everything again, drop what does not fit. No thread may be running."""
+        """Evaluate everything again after more memory was reserved, and drop what no longer fits. No thread may be
+        running."""
         for group in (self.found, self.starts.kept):
             again = [s._replace(step_ms=self.judge.step_ms(s)) for s in group]
             group[:] = sorted((s for s in again if s.step_ms < np.inf), key=lambda s: s.step_ms)
@@ -208,5 +216,5 @@ class Lane:
             self.population.rejudge()
 
     def candidates(self) -> list[Start]:
-        """What is worth polishing, the best first."""
+        """What is worth polishing, best first."""
         return sorted({s.step_ms: s for s in (*self.found, *self.best())}.values(), key=lambda s: s.step_ms)

@@ -21,7 +21,7 @@ NO_JITTER = np.zeros((0, 2, 1, 1, 1))
 
 
 def jitter_factors(problem: Problem, max_stages: int, stages: int, sigma: float, seed: int) -> np.ndarray:
-    """Draws of a factor for every op and its transfer: log-normal of mean 1, the same for all moves and plans."""
+    """Random factors for every op and its transfer, log-normal with mean 1; the same draws for all moves and plans."""
     ops = 3 * stages * problem.micro_batches
     draws = max(JITTER_DRAWS, JITTER_OPS // ops)
     shape = (draws, 2, 4, max_stages, problem.micro_batches)
@@ -29,13 +29,13 @@ def jitter_factors(problem: Problem, max_stages: int, stages: int, sigma: float,
 
 
 class Polisher:
-    """One walk over fixed orders."""
+    """A walk over given orders."""
 
     def __init__(
         self, problem: Problem, max_stages: int, rng: np.ndarray, structure: np.ndarray, orders: Orders,
         factors: np.ndarray | None = None, scratch: Scratch | None = None, name: str = "orders",
     ) -> None:  # fmt: skip
-        """`best_ms` is infinite where the orders do not run or do not fit."""
+        """`best_ms` is infinite if the orders cannot run or do not fit."""
         self.problem, self.rng, self.name = problem, rng, name
         self.factors = NO_JITTER if factors is None else factors
         self.scratch = make_scratch(problem, max_stages, LAPS) if scratch is None else scratch
@@ -52,7 +52,7 @@ class Polisher:
         self.run(0, 0.0)
 
     def run(self, moves: int, temperature: float) -> np.ndarray:
-        """Some moves at one temperature (a share of the step time); returns the improvements, a line each."""
+        """Make some moves at one temperature (a share of the step time); returns a log line for every improvement."""
         _, best_ms, lines = polish(
             self.problem, self.structure, self.orders, self.best, self.best_orders, self.back, self.back_orders,
             self.scratch, self.times, self.rng, moves, temperature, self.best_ms, self.log, self.factors,

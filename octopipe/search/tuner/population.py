@@ -25,17 +25,20 @@ from octopipe.search.tuner.settings import SETTINGS
 
 
 class Start(NamedTuple):
-    """A structure with keys, and what they come to."""
+    """A structure with keys, and the step time that they give."""
 
     step_ms: float
+    """The step takes this long under the first keys."""
     name: str
+    """This says where the structure comes from."""
     structure: np.ndarray
+    """The rows are described in core/problem.py."""
     keys: np.ndarray
-    """The best first; one vector or several."""
+    """These are one or several vectors of keys, the best first."""
 
 
 class Judge:
-    """One thread's room to build schedules in, and its random numbers."""
+    """One thread's working space for schedules, and its random numbers."""
 
     def __init__(
         self, problem: Problem, max_stages: int, rng: np.ndarray, work_ms: float = 0.0, may_recompute: bool = False
@@ -52,10 +55,10 @@ class Judge:
         self, structure: np.ndarray, population: np.ndarray, values: np.ndarray, *, known: int = 0, near: int = 0,
         drawn: int = 0, bred: int = 0, limit_ms: float = np.inf,
     ) -> float:  # fmt: skip
-        """The best of many keys for a structure, which come to stand first in the population; its step time.
+        """Find the best of many keys for a structure, put them first in the population, and return the step time.
 
-        The first `known` of the population are judged, then variants of them, new ones and children. The scratch holds
-        the orders of the best.
+        The first `known` keys of the population are evaluated, then variants of them, new ones and children. The
+        scratch holds the orders of the best.
         """
         self.task[[KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES]] = known, near, drawn, bred, 0
         self.value[LIMIT_MS] = limit_ms
@@ -66,18 +69,18 @@ class Judge:
         return float(self.value[STEP_MS]) if values[0] < np.inf or known + drawn + bred == 0 else float("inf")
 
     def halt(self) -> None:
-        """End what another thread is judging here after its present schedule: it counts for nothing any more."""
+        """Stop the evaluation that another thread runs with this object, after its present schedule."""
         self.task[HALT] = 1
 
     def step_ms(self, start: Start) -> float:
-        """What a structure comes to under its keys; its orders are left in the scratch."""
+        """The step time of a structure under its keys; its orders are left in the scratch."""
         keys = np.atleast_2d(start.keys)[:1].copy()
         # A copy: another thread may be walking from the same start.
         return self.breed(start.structure.copy(), keys, np.full(1, np.inf))
 
 
 class Member:
-    """One of a population."""
+    """A member of a population."""
 
     def __init__(self, start: Start) -> None:
         self.structure, self.name = start.structure.copy(), start.name
@@ -88,7 +91,7 @@ class Member:
         self.values = np.full(SETTINGS.key_population, np.inf)
         self.step_ms = self.score = np.inf
         self.pace = np.full(LAPS, np.inf)
-        """Of its schedule."""
+        """This is the pace of the member's schedule (see `Scratch.pace`)."""
 
     def start(self) -> Start:
         return Start(self.step_ms, self.name, self.structure.copy(), self.population[:1].copy())
@@ -101,7 +104,7 @@ class Member:
 
 
 class Population:
-    """Several members, and the best structure and keys that any of them came to."""
+    """Several members, and the best structure and keys that any of them reached."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -109,15 +112,15 @@ class Population:
         self.best: Start | None = None
 
     def add(self, start: Start, effort: float = 1.0) -> int:
-        """A member from this start, its keys bred first; returns how many were judged."""
+        """Add a member that begins with this start, after breeding keys for it; returns the number of evaluations."""
         member = Member(start)
-        drawn, bred = (max(int(effort * n), 4) for n in (SETTINGS.bred_drawn, SETTINGS.bred))
+        drawn, bred = (max(int(effort * share * SETTINGS.bred), 4) for share in (0.25, 0.75))
         if self._judge(member, drawn=drawn, bred=bred):
             self.members.append(member)
         return drawn + bred
 
     def _judge(self, member: Member, drawn: int = 0, bred: int = 0) -> bool:
-        """Set a member's step time and score under its best keys; False where it does not fit."""
+        """Set a member's step time and score under its best keys; returns False if it does not fit."""
         known = member.known if drawn + bred else 0
         judge = self.judge
         member.step_ms = judge.breed(
@@ -128,7 +131,8 @@ class Population:
         return member.step_ms < np.inf
 
     def run(self, member: Member, moves: int, temperature: float) -> tuple[int, np.ndarray]:
-        """So many moves of one member; returns how many schedules were judged, and a line for every improvement."""
+        """Make this many moves of one member; returns the number of schedules evaluated and a log line for every
+        improvement."""
         judge, best_ms = self.judge, self.best.step_ms if self.best is not None else np.inf
         judge.task[[KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES]] = 0, 0, 0, 0, moves
         judge.value[[HEAT, STEP_MS, SCORE, BEST_MS]] = temperature, member.step_ms, member.score, best_ms
@@ -141,7 +145,7 @@ class Population:
         return int(judged), judge.log[:lines]
 
     def resample(self, temperature: float, dice: np.random.Generator) -> None:
-        """Those behind make room for copies of those ahead."""
+        """Replace members that are behind by copies of members that are ahead."""
         scores = np.array([m.score for m in self.members])
         weight = np.exp(-(scores - scores.min()) / (SETTINGS.resample_scale * temperature * scores.min()))
         reach = np.cumsum(weight) / weight.sum()
@@ -154,19 +158,19 @@ class Population:
         self.members = kept
 
     def admit(self, others: list[Member]) -> None:
-        """Copies of others' members take the places of those that are behind them."""
+        """Replace members that are behind by copies of better members of other lanes."""
         size = len(self.members)
         self.members = sorted([*self.members, *(m.copy() for m in others)], key=lambda m: m.score)[:size]
 
     def rejudge(self) -> None:
-        """After more memory was reserved: what does not fit any more goes."""
+        """Evaluate all members again after more memory was reserved, and drop those that no longer fit."""
         best, self.best = self.best, None
         self.members = [m for m in self.members if self._judge(m)]
         if best is not None:
             self._keep(self.judge.step_ms(best), best.name, best.structure, best.keys[0])
 
     def results(self) -> list[Start]:
-        """What the members came to, the best first."""
+        """What the members reached, best first."""
         found = [] if self.best is None else [self.best]
         return sorted([*found, *(m.start() for m in self.members)], key=lambda s: s.step_ms)
 

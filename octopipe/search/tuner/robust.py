@@ -18,8 +18,8 @@ from octopipe.search.tuner.settings import SETTINGS
 
 
 def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
-    """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
-    the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
+    """The mean step time under random op and transfer times. The same seed gives a plan the same draws every time.
+    Gradient reductions and the optimizer, which follow the pipeline, are not jittered."""
     program = lower(plan, costs)
     runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=JITTER_RUNS, seed=seed & 0x7FFFFFFF)
     timeline = simulate(program, costs)
@@ -27,7 +27,7 @@ def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
 
 
 def most_robust(plans: Sequence[Plan], costs: CostTable, *, seed: int) -> tuple[Plan, float]:
-    """The finalist with the smallest mean, and that mean."""
+    """The finalist with the smallest mean step time under jitter, and that mean."""
     means = [mean_jittered_ms(plan, costs, seed=seed) for plan in plans]
     best = min(range(len(plans)), key=means.__getitem__)
     return plans[best], means[best]

@@ -43,8 +43,8 @@ from octopipe.search.tuner.lane import Budget, Lane, Note
 from octopipe.search.tuner.polish import Polisher, jitter_factors
 from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.mechanics import (
-    AT_BOUND, BUFFERS, CLOSE, COUNTED_LANES, ENDING, ENDING_MOST, GATHER_PAUSE, HANDED_OVER_CELLS, LEAST_MOST,
-    MOST_ROUNDS, POLL_S, RESERVE, RESERVE_TRIES, SWITCH_S,
+    AT_BOUND, BUFFERS, CLOSE, COUNTED_LANES, ENDING, ENDING_MOST, GATHER_PAUSE, HANDED_OVER_CELLS,
+    LEAST_MOST, MOST_ROUNDS, POLL_S, RESERVE, RESERVE_TRIES, SWITCH_S,
 )  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import Systems
@@ -70,8 +70,8 @@ class Search:
         progress: Callback | None = None,
         jitter: float = 0.0,
     ) -> None:
-        """`lower_bound_ms`: of all plans searched here, those with copies included where they are. `jitter`: what
-        counts in the end is the mean over times jittered by so much (sigma of a log-normal)."""
+        """`lower_bound_ms` holds for all plans searched here, including those with copies if they are allowed. With
+        `jitter` (sigma of a log-normal), the mean step time over jittered times is minimised in the end."""
         self.began = time.monotonic()
         self.costs, self.budget_s, self.seed, self.progress = costs, budget_s, seed, progress
         self.recompute, self.copies, self.jitter = recompute, copies, jitter
@@ -82,24 +82,24 @@ class Search:
         most = max(MOST_ROUNDS * num_ranks, LEAST_MOST, len(start.stages) if start else 0)
         self.max_stages = min(costs.num_layers, most)
         self.stop = threading.Event()
-        """Ends the search: the bound is reached, or somebody asked."""
+        """This ends the search once a bound is reached or somebody asks for it."""
         self.asked = False
         self.lock = threading.RLock()
         self.log: list[Step] = []
         self.untold: dict[int, list[tuple[int, str, str, float, float]]] = {}
-        """Of a search that counts its moves: what each lane noted since the lanes last met."""
+        """In a search that counts its moves, this is what each lane noted since the lanes last met."""
         self.judged = 0
         self.phase_counts: dict[str, int] = {}
         self.systems: dict[str, float] = {}
         self.best_plan: Plan | None = None
         self.best_timeline: Timeline | None = None
         self.steady: list[Plan] = []
-        """Plans made for the least mean under jitter."""
+        """These plans were polished for the smallest mean step time under jitter."""
         self.gather_at_s = 0.0
         self.plan_s = 0.0
-        """The most of a core's time that simulating a plan has taken."""
+        """The slowest simulation of a plan so far took this many seconds of a core."""
         self.seen_ms = float("inf")
-        """The best any lane has seen; the best plan may lag behind it."""
+        """This is the best step time that any lane has seen; the best plan may lag behind it."""
         work_ms = loads_bound_ms(costs, num_ranks, num_micro_batches)
         self.judge = Judge(self.problem, self.max_stages, make_rng(seed, 5), work_ms)
         self.threads = max(1, workers or usable_cores())
@@ -171,15 +171,15 @@ class Search:
         )
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Even loops and waves, shared out over the lanes; the first plan comes from these."""
+        """Evaluate even loops and waves, distributed over the lanes, which give the first plan."""
         shapes = [(r, wave) for r in SETTINGS.first_rounds for wave in (False, True) if r > 1 or not wave]
         turn = {lane.number: shapes[k :: len(self.lanes)] for k, lane in enumerate(self.lanes)}
-        self._together(pool, lambda lane: lane.begin(turn[lane.number], SETTINGS.draw_least))
+        self._together(pool, lambda lane: lane.begin(turn[lane.number], SETTINGS.draw))
 
     def _draw(self, pool: ThreadPoolExecutor) -> None:
-        """Let the lanes draw starts, and tell each other in between which shapes and keys do well."""
+        """Let the lanes draw initial structures, and exchange in between which shapes and keys do well."""
         first = max(lane.budget.share() for lane in self.lanes)
-        until = min(max(SETTINGS.draw_until, first + SETTINGS.draw_least), 1.0)
+        until = min(max(2.0 * SETTINGS.draw, first + SETTINGS.draw), 1.0)
         if self.start is not None and len(self.start.routes) == 1:
             structure = structure_of(self.problem, self.max_stages, self.start)
             for lane in self.lanes:
@@ -193,7 +193,8 @@ class Search:
                         lane.starts.learn(other.starts)
 
     def _anneal(self, pool: ThreadPoolExecutor, until: float) -> None:
-        """Let every lane anneal its populations until then, and show the best members to the others in between."""
+        """Let every lane anneal its populations until this share of the budget, and exchange the best members in
+        between."""
         first = max(lane.budget.share() for lane in self.lanes)
         rounds = SETTINGS.meetings
         for k in range(rounds):
@@ -208,12 +209,12 @@ class Search:
             lane.settle()
 
     def _polish_share(self) -> float:
-        """The last part of the budget, for orders; all of it where only polishing knows what counts."""
+        """The last share of the budget, which is used for orders; all of it if only polishing knows the objective."""
         cells = self.problem.ranks * self.problem.micro_batches
-        return SETTINGS.polish if self.jitter else SETTINGS.polish * min(1.0, SETTINGS.polish_cells / cells)
+        return SETTINGS.polish if self.jitter else SETTINGS.polish * min(1.0, SETTINGS.cells / cells) ** 2
 
     def _polish(self, pool: ThreadPoolExecutor) -> None:
-        """Orders of the best structures as decoded, and of plans from outside as they are, shared out among lanes."""
+        """Polish the orders of the best structures and of plans from elsewhere, distributed over the lanes."""
         if self.best_plan is None or self.stop.is_set():
             return
         # What transfers' buffers take beside what the orders alone say.
@@ -226,7 +227,7 @@ class Search:
         for start in best:
             sizes.setdefault(self.lanes[0].starts.size(start), []).append(start)
         queue = best[:1] + [s for group in zip_longest(*sizes.values()) for s in group if s and s is not best[0]]
-        queue = queue[: SETTINGS.polished * len(self.lanes)]
+        queue = queue[: SETTINGS.kept * len(self.lanes)]
         factors = None
         if self.jitter:
             stages = int(best[0].structure[SIZE, 0]) if best else len(self.best_plan.stages)
@@ -248,7 +249,7 @@ class Search:
     def _polisher(
         self, problem: Problem, factors: np.ndarray | None, lane: Lane, name: str, structure: np.ndarray, orders: Orders
     ) -> list[Polisher]:
-        """A polisher for these arrays, unless they do not run or fit."""
+        """A polisher for these arrays, or None if they cannot run or do not fit."""
         scratch = lane.judge.scratch
         polisher = Polisher(
             problem, self.max_stages, lane.polish_rng, structure, orders, factors=factors, scratch=scratch, name=name
@@ -256,7 +257,7 @@ class Search:
         return [polisher] if polisher.best_ms < np.inf else []
 
     def _take_polished(self) -> None:
-        """Turn what polishing came to into plans; an interrupted one counts as well."""
+        """Turn the results of polishing into plans, also if polishing was interrupted."""
         for lane in self.lanes:
             for polisher in lane.polishers:
                 if self.jitter or polisher.best_ms < self.best_ms:
@@ -267,13 +268,13 @@ class Search:
                         self._take(plan, timeline, "polished orders")
 
     def _buffers(self) -> np.ndarray:
-        """Peak memory of the best plan less its peak without any tensor between stages, per rank."""
+        """Per rank, the peak memory of the best plan minus its peak without tensors between stages."""
         assert self.best_plan is not None and self.best_timeline is not None
         bare = simulate(self.best_plan, self.costs.replace(boundary_bytes=np.zeros(self.costs.num_layers)))
         return np.maximum(self.best_timeline.peak_bytes - bare.peak_bytes, 0.0) * BUFFERS
 
     def _together(self, pool: ThreadPoolExecutor, work: Callable[[Lane], None]) -> None:
-        """Let every lane do its work; meanwhile report, and turn what they find into plans."""
+        """Let every lane do its work; meanwhile report progress and turn what the lanes find into plans."""
         tasks = [pool.submit(work, lane) for lane in self.lanes]
         try:
             while wait(tasks, timeout=POLL_S).not_done:
@@ -296,7 +297,8 @@ class Search:
             self._report()
 
     def _from_systems(self) -> None:
-        """Published systems' plans: candidates themselves, and starts for the lanes; copies improved."""
+        """Take the plans of published systems: as candidates, and as starting points for the lanes. Plans with copies
+        are improved."""
         Systems(
             self.costs, self.problem, self.max_stages, budget_s=self.budget_s, seed=self.seed, counted=self.iterations,
             start=self.start, allowed=self._allowed, consider=self._consider_plan, share=self._share,
@@ -307,7 +309,8 @@ class Search:
         return self.elapsed() / self.budget_s
 
     def _simulated(self, plan: Plan) -> Timeline:
-        """Its timeline; plans that take long leave the lanes less of the budget, as some come after them."""
+        """The timeline of a plan. If simulation takes long, the lanes get less of the budget, because more plans
+        follow."""
         began = time.thread_time()
         timeline = simulate(plan, self.costs)
         took_s = time.thread_time() - began
@@ -321,13 +324,13 @@ class Search:
     # -- candidates ------------------------------------------------------------------------------------
 
     def _allowed(self, plan: Plan) -> bool:
-        """Is this plan of the kind that is searched?"""
+        """Whether this plan belongs to the class that is searched."""
         if plan.offloads or (not self.copies and plan.replicas()):
             return False
         return self.recompute or not any(stage.recompute for stage in plan.stages)
 
     def _gather(self, reserve: bool) -> None:
-        """Turn the lanes' best into plans; with `reserve` (no lane is running then) memory may be reserved."""
+        """Turn the lanes' best results into plans; with `reserve` (while no lane runs), memory may be reserved."""
         for lane in self.lanes:
             for start in lane.best():
                 if self._consider(start, reserve):
@@ -335,7 +338,7 @@ class Search:
                         other.rejudge()
 
     def _consider(self, start: Start, reserve: bool) -> bool:
-        """Judge a start by the simulator; True where it did not fit after all and more memory was reserved."""
+        """Simulate a start. Returns True if it did not fit after all and more memory was reserved."""
         reserved = False
         for _ in range(RESERVE_TRIES):
             if start.step_ms >= self.best_ms or self.judge.step_ms(start) == np.inf:
@@ -353,7 +356,8 @@ class Search:
         return reserved
 
     def _consider_plan(self, plan: Plan, name: str) -> None:
-        """A plan from elsewhere; what a published system's comes to is told in the end, allowed or not."""
+        """Consider a plan from elsewhere. A published system's step time is reported in the end, whether its plan is
+        allowed or not."""
         timeline = self._simulated(plan)
         if plan.extra.get("system") == name:
             self.systems[name] = timeline.step_ms if timeline.fits else float("inf")
@@ -374,7 +378,7 @@ class Search:
             self._report()  # a first plan is there within a second or two: say so at once
 
     def _finalists(self) -> list[Plan]:
-        """The best plan, those made for the least mean, and what lanes found that fits and is nearly as fast."""
+        """The best plan, the plans made for the smallest mean, and nearly as fast plans of the lanes that fit."""
         assert self.best_plan is not None
         plans = [self.best_plan, *(p for p in self.steady if p != self.best_plan)]
         if not self.jitter:
@@ -389,22 +393,22 @@ class Search:
     # -- telling ---------------------------------------------------------------------------------------
 
     def _note_of(self, number: int) -> Note:
-        """What a lane tells its improvements to: the log, or its own list where moves are counted, so that the log does
-        not depend on which thread was faster."""
+        """Where a lane reports its improvements: to the log or, if moves are counted, to a list of its own, so that the
+        log does not depend on which thread was faster."""
         if self.iterations is None:
             return self._note
         told = self.untold.setdefault(number, [])
         return lambda *what: told.append(what)
 
     def _tell_in_turn(self) -> None:
-        """Log what the lanes noted, lane after lane."""
+        """Write what the lanes noted to the log, lane by lane."""
         for told in self.untold.values():
             for what in told:
                 self._note(*what)
             told.clear()
 
     def _note(self, moves: int, phase: str, move: str, before: float, after: float) -> None:
-        """A lane made moves (no phase), or one of its moves improved what it walks on."""
+        """A lane made moves (no phase), or one of its moves was an improvement."""
         with self.lock:
             if not phase:
                 self.judged += moves
@@ -416,7 +420,7 @@ class Search:
                 self.seen_ms = float(after)
 
     def _report(self) -> None:
-        """Tell how far it is, before there is a plan too: whoever listens may end the search at any time."""
+        """Report progress, also before there is a plan: the listener may end the search at any time."""
         if self.progress is None:
             return
         parts = {}
@@ -434,7 +438,7 @@ class Search:
             self._halt()
 
     def _halt(self) -> None:
-        """End the lanes at once, in the middle of what they are judging."""
+        """Stop the lanes at once, in the middle of an evaluation."""
         self.stop.set()
         for lane in self.lanes:
             lane.judge.halt()

@@ -1,9 +1,9 @@
 """The numbers by which the default search finds plans: one record, a sentence each.
 
-Knows: shares, temperatures, counts and weights. Does not know: what is done with them, nor how the search uses its
-machine (`mechanics.py`). The kernels in core/ take theirs from here when they are compiled, and are compiled anew when
-this file changes. `benchmarks/bench_settings.py` says what a setting is worth. What happens half of the time is no
-setting: it is a 0.5 where it happens.
+Knows: shares, temperatures, counts and chances. Does not know: what is done with them, nor how the search uses its
+machine (`mechanics.py`). The kernels in core/ take these numbers as constants when they are compiled, and are compiled
+anew when this file changes. docs/settings.md says what each setting is worth, as measured by
+benchmarks/bench_settings.py. What happens half of the time is not a setting: it is a 0.5 where it happens.
 """
 
 from __future__ import annotations
@@ -11,281 +11,210 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STRUCTURE_MOVES = (
-    # name, phase, weight
-    ("migrate layers", "partition", 0.34),
-    ("shift stages", "partition", 0.10),
-    ("move stage", "placement", 0.14),
-    ("exchange stages", "placement", 0.16),
-    ("rotate stages", "placement", 0.04),
-    ("exchange ranks", "placement", 0.02),
-    ("split stage", "placement", 0.10),
-    ("merge stages", "placement", 0.10),
-    ("recompute", "recompute", 0.0),
-    ("micro-batch order", "schedule", 0.0),
+    ("migrate layers", "partition"),
+    ("shift stages", "partition"),
+    ("move stage", "placement"),
+    ("exchange stages", "placement"),
+    ("split stage", "placement"),
+    ("merge stages", "placement"),
+    ("rotate stages", "placement"),
+    ("exchange ranks", "placement"),
+    ("recompute", "recompute"),
+    ("micro-batch order", "schedule"),
 )
-"""Moves of a structure. The last two are drawn apart (`other_moves`), where they apply."""
+"""The moves of a structure by name and phase. `migrating` says how often the first is made; the next five are as likely
+as each other, and the others are rare (`other_moves`)."""
 ORDER_MOVES = (
-    ("migrate layers", "partition", 0.20),
-    ("shift stages", "partition", 0.10),
-    ("move stage", "placement", 0.03),
-    ("exchange stages", "placement", 0.03),
-    ("swap ops", "schedule", 0.26),
-    ("advance op", "schedule", 0.23),
-    ("move op", "schedule", 0.15),
+    ("migrate layers", "partition"),
+    ("shift stages", "partition"),
+    ("move stage", "placement"),
+    ("exchange stages", "placement"),
+    ("swap ops", "schedule"),
+    ("advance op", "schedule"),
+    ("move op", "schedule"),
 )
-"""Moves of orders."""
+"""The moves of orders by name and phase. `reordering` says how often one of the last three is made, else it is one of
+the first two; the others are rare (`other_moves`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRanges:
-    """Where the numbers of a key vector are drawn from, and how far one step changes them. Slopes are in micro-batches
-    per rank of the pipeline."""
+    """The ranges from which the numbers of a key vector are drawn, and how far a mutation changes them. Slopes are in
+    micro-batches per rank of the pipeline."""
 
     decades: float = 1.0
-    """The weights of the micro-batch number are powers of ten, up to this many decades either way."""
-    weight_step: float = 0.2
-    """A step changes a weight by about this many decades."""
+    """The priority of an op grows with its micro-batch number. The weight of that number is drawn from this many
+    decades below and above one."""
     slope_from: float = -2.0
-    """Slopes over the chain of stages, and the head start of I, are drawn from here on."""
+    """The slope of priorities along the chain of stages, and the head start of I over F, are drawn from a range that
+    begins here."""
     slope_width: float = 6.0
-    """Slopes are drawn from a range this wide."""
-    slope_step: float = 0.15
-    """A step changes a slope, or the head start of I, by about this much."""
+    """Slopes are drawn from a range of this width."""
     i_width: float = 4.0
-    """The head start of I over F is drawn from a range this wide, where not every I goes before any F."""
-    short_look: float = 0.8
-    """This often a rank that waits for a better op looks only a short time ahead."""
-    look_short: float = 0.05
-    """A short look ahead is at most this share of a rank's time per micro-batch."""
-    look_long: float = 0.5
-    """A long look ahead is at most this share of it."""
-    look_off: float = 0.2
-    """This often a step ends the waiting for better ops."""
-    look_step: float = 0.015
-    """A step changes the look ahead by about this share of a rank's time per micro-batch."""
-    reserve_step: float = 0.25
-    """A step changes the share of later stages' memory that is kept free by about this much."""
-    w_last: float = 0.25
-    """This often W waits until nothing else can run, when keys are drawn."""
-    w_last_again: float = 0.1
-    """This often W waits until nothing else can run, after a step."""
-    w_over: float = 0.1
-    """Else W may run into a known arrival by at most this share of a rank's time per micro-batch."""
-    no_bank: float = 0.85
-    """This often no memory is saved up for a large stage."""
-    free_rule: float = 0.6
-    """Without a memory limit, this often the number of micro-batches in flight has no limit either."""
-    same_rule: float = 0.4
-    """With a memory limit, this often the number in flight is the same for all stages."""
-    same_width: int = 6
-    """That number is drawn from this many numbers around the number of ranks."""
-    same_from: float = -2.0
-    """The first of these numbers is this far from the number of ranks."""
-    share_rule: float = 0.75
-    """Below this draw, and above `same_rule`, as many are in flight as fill a share of the memory."""
-    share_from: float = 0.7
-    """The share of memory to fill is drawn from here on."""
-    share_width: float = 0.6
-    """The share of memory to fill is drawn from a range this wide."""
+    """The head start of I over F is drawn from a range of this width, unless every I goes before any F."""
+    step: float = 0.15
+    """A mutation changes a number by about this much in its own unit: decades of a weight, a slope, the share of memory
+    kept free for later stages, the factor of Little's law, the range of the number added to it, a multiple of `w_over`
+    for the look ahead, and the share by which first and last stages are smaller."""
     share_step: float = 0.08
-    """A step changes the share of memory to fill by about this much."""
+    """A mutation changes the share of memory to fill by about this much."""
+    look: float = 0.5
+    """A rank may wait for a better op by at most this share of its time per micro-batch. Most waits are much shorter,
+    since they are drawn as this share times the fourth power of a uniform number."""
+    rarely: float = 0.15
+    """This is the probability that W waits until nothing else can run, that a mutation ends the waiting for better ops,
+    and that memory is saved up for a large stage."""
+    w_over: float = 0.1
+    """A W may delay an op whose arrival is known by at most this share of a rank's time per micro-batch."""
+    flight_width: int = 6
+    """A limit of micro-batches in flight that is the same for all stages is drawn from this many numbers, a third of
+    which are below the number of ranks. A limit that follows Little's law is raised by up to half as many."""
+    share_width: float = 0.6
+    """The share of memory that micro-batches in flight may fill is drawn from a range of this width around one. Neither
+    this share nor the factor of Little's law falls below one minus this width."""
     little_decades: float = 0.5
-    """Else the number in flight follows Little's law, times up to this many decades."""
-    little_step: float = 0.15
-    """A step changes the factor of Little's law by about this much."""
-    more_from: float = 0.5
-    """To the number after Little's law at least this many are added."""
-    more_width: float = 2.5
-    """The number added is drawn from a range this wide."""
-    more_step: float = 0.4
-    """A step changes the number added by about this much."""
-    least_slack: float = 0.3
-    """Neither the share of memory nor the factor of Little's law falls below this."""
+    """A limit that follows Little's law is multiplied by up to this many decades."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    """The numbers of the default search."""
+
     keys: KeyRanges = KeyRanges()
-    """The ranges of list scheduling's priorities."""
+    """These are the ranges of the priorities of list scheduling."""
+
+    sometimes: float = 0.3
+    """This is the probability of what is neither the rule nor rare. In starts: a visit to a rank consists of one more
+    stage, so that memory is taken and given back in smaller pieces; a round that skips ranks goes backward; a similar
+    shape takes another way; early stages are not assumed to hold more micro-batches. In moves: another change follows
+    at once; a boundary moves by two layers; a stage is split or merged in place, or exchanges layers with another place
+    of the chain."""
 
     # -- shares of the budget
-    draw_least: float = 0.08
-    """The first structures, which give a plan at once, end at this share of the budget; drawing starts takes at least
-    as much."""
-    draw_until: float = 0.15
-    """Drawing starts ends at this share of the budget."""
-    draw_again: float = 0.05
-    """New starts between two populations take this share of the budget."""
+    draw: float = 0.08
+    """The first structures, which give a plan at once, are evaluated until this share of the budget is used, and starts
+    are drawn until twice this share is used. Drawing new starts between two populations takes this share again."""
     polish: float = 0.2
-    """Polishing orders takes this share of the budget at the end."""
-    polish_cells: int = 150
-    """Polishing takes less, in proportion, where ranks times micro-batches are more than this: it gains nothing
-    there."""
-    pairs: float = 0.7
-    """Plans with pairs take this share of the budget where ops have an exchange to hide."""
-    cut_head: float = 0.8
-    """Plans with a cut head take this share of the budget where they are asked for."""
-    offload: float = 0.7
-    """Plans that use host memory take this share of the budget where they are asked for."""
+    """Polishing of orders takes this share of the budget at the end."""
+    cells: int = 256
+    """If ranks times micro-batches exceed this number, fewer moves are made in the same time. Then the first
+    temperature is lower in proportion, and the share of polishing, which gains little there, is lower with the
+    square."""
+    special: float = 0.7
+    """Plans with pairs of ops, with a cut head or with host memory take this share of the budget if they are
+    searched."""
     meetings: int = 4
-    """Lanes tell each other what they drew, and exchange members of their populations, this often."""
+    """Lanes tell each other what they drew, and exchange members of their populations, this many times."""
     shown: int = 4
-    """One of this many members is shown to the other lanes, the best first."""
+    """One out of this many members of a population is shown to the other lanes, the best ones first."""
 
     # -- starts
     rounds: tuple[float, ...] = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.0, 3.5, 4.0, 4.0, 5.0, 6.0)
-    """Starts visit the ranks in this many rounds, a few stages more or less."""
+    """Starts visit the ranks in one of these numbers of rounds, give or take a few stages."""
     first_rounds: tuple[float, ...] = (1, 2, 3, 1.5, 4, 2.5)
-    """The first structures visit the ranks in this many rounds."""
+    """The first structures, which give a plan at once, visit the ranks in these numbers of rounds."""
     kinds: tuple[str, ...] = ("loop", "loop", "turn", "turn", "mixed", "wave", "skip")
-    """Starts go round the ranks in one of these ways; all ways in all numbers of rounds are drawn in turn."""
+    """Starts go round the ranks in one of these ways. All ways in all numbers of rounds are drawn in turn."""
     small: tuple[float, ...] = (0.0, 0.3, 0.6, 0.85)
     """First and last stages are asked to be smaller than the others by one of these shares."""
-    small_most: float = 0.9
-    """A shape like another one asks for at most this much smaller stages."""
-    divided: float = 0.3
-    """This often a visit to a rank falls into one stage more, so that memory is taken and given back in smaller
-    pieces."""
     again: float = 0.85
-    """In the end, this often a shape like one of the best is drawn."""
+    """In the end, a start resembles one of the best shapes so far with this probability."""
     spread: int = 60
-    """After this many draws, a shape like one of the best is drawn half as often as in the end."""
-    shapes_kept: int = 3
-    """This many shapes of one size are drawn from again."""
+    """After this many draws, that probability has reached half of its final value."""
     kept: int = 4
-    """This many starts are kept of one size (half rounds over the ranks), this many keys are remembered of one size and
-    taken from all sizes, and this many new keys are tried on a drawn structure."""
+    """For every size (counted in half rounds over the ranks), this many starts, shapes and keys are kept; as many keys
+    are taken from all sizes, and as many new keys are tried on a drawn structure. In the end, every lane polishes the
+    orders of this many candidates."""
     keys_near: int = 6
-    """This many keys that are like remembered ones are tried on a drawn structure."""
-    keys_first: int = 24
-    """This many keys are tried on each of the first structures."""
+    """This many variants of remembered keys are tried on a drawn structure."""
     balance_moves: int = 2000
-    """The annealing of a partition's balance makes this many moves."""
-    evenness: tuple[float, ...] = (1.0, 4.0, 4.0, 16.0)
-    """Uneven stages have one of these weights in a partition's balance."""
-    tilts: tuple[float, ...] = (0.0, 0.5, 1.0)
-    """I counts by one of these weights beside F there."""
-    rising: float = 0.7
-    """This often early stages are taken to hold more micro-batches there."""
+    """A partition is balanced by annealing with this many moves."""
     balance_hot: float = 0.02
-    """The balance is annealed at this temperature, as a share of the balance."""
-    balance_migrate: float = 0.6
-    """This often it moves one boundary, not several."""
+    """The balance is annealed from this temperature on, as a share of the balance."""
+    even: tuple[float, ...] = (1.0, 4.0, 4.0, 16.0)
+    """Stages of uneven size count in the balance with one of these weights."""
     little: float = 1.3
-    """A micro-batch is taken to be under way this much longer than without any wait."""
-    memory_weight: float = 0.5
-    """Memory that is exceeded has this weight in the balance."""
-    back_skip: float = 0.3
-    """A round that skips ranks goes backward this often."""
-    near_divide: float = 0.6
-    """In a shape like another one, this often one more stage is divided, else one less."""
-    near_way: float = 0.3
-    """A shape like another one takes another way this often."""
-    near_size_step: float = 0.15
-    """Its first or last stage becomes smaller or larger by about this share."""
+    """To estimate the memory of a partition, a micro-batch is assumed to be under way this many times as long as it
+    would be if it never waited."""
 
     # -- keys
     fresh: float = 0.1
-    """A child has no parents this often: without new ones a population settles on one kind of order."""
-    varied: float = 0.9
-    """A child is varied this often."""
+    """A child has no parents with this probability: without new keys, a population settles on one kind of order. With
+    the same probability, a child is not mutated after its parents' keys were combined."""
     most_varied: int = 4
-    """At most this many numbers are changed at once."""
+    """A mutation changes at most this many numbers at once."""
 
     # -- population annealing of structures
     populations: tuple[int, ...] = (2, 1)
-    """Lanes run this many populations one after another: a cool one settles early, and another from other starts is
-    worth more than its second half."""
+    """Lanes run this many populations one after another. A cool population settles early, and another one from other
+    starts is worth more than the second half of the first."""
     members: int = 8
     """A population has at most this many members."""
     temperatures: int = 20
-    """A population passes this many temperatures, and is resampled after each."""
+    """A population passes through this many temperatures, and is resampled after each of them."""
     hot: tuple[float, ...] = (4e-3, 1.2e-2)
-    """Lanes begin at these temperatures, as shares of the step time: tight memory wants the hotter one."""
+    """Lanes begin at these temperatures, as shares of the step time. Tight memory needs the higher one."""
     cool: float = 0.1
-    """The temperature falls to this share of the first one."""
-    hot_cells: int = 256
-    """It is lower, in proportion, where ranks times micro-batches are more than this: fewer moves are made."""
+    """Every temperature falls to this share of its first value."""
     few_ops: int = 192
-    """It is higher, by the square, where there are fewer ops than this (two stages a rank): one op then changes the
-    step time by more."""
+    """If there are fewer ops than this (with two stages per rank), the first temperature is higher by the square of the
+    ratio, because a single op then changes the step time by more."""
     resample_scale: float = 3.0
-    """A member has a third of another's descendants where its score is worse by this many temperatures."""
+    """A member has a third of the descendants of another one if its score is worse by this many temperatures."""
     key_population: int = 16
-    """A member breeds from this many keys."""
-    bred_drawn: int = 100
-    """This many keys are drawn for a structure before its walk begins."""
-    bred: int = 300
-    """This many keys are bred for it."""
+    """A member breeds from this many keys, and this many are tried on each of the first structures."""
+    bred: int = 400
+    """This many keys are tried on a structure before its walk begins. A quarter of them are drawn, and the others are
+    bred."""
     tries: int = 2
-    """A changed structure is judged under this many keys: the best so far, then children."""
+    """A changed structure is evaluated under this many keys: the best so far, then children."""
     rejudged: int = 4
-    """Once it is accepted, this many keys are judged again, and as many children are bred."""
+    """Once a change is accepted, this many keys are evaluated again, and as many children are bred."""
     near: float = 1.04
-    """Keys that are this much worse than the best on a new structure are not judged to the end."""
+    """Keys that are this many times slower than the best on a new structure are not evaluated to the end."""
     mean_weight: float = 0.2
-    """The ranks' mean finish has this weight in a score, beside the step time: helping any rank is progress."""
+    """The mean finish time of the ranks has this weight in a score, beside the step time: it is progress if any rank
+    finishes earlier."""
     behind: float = 0.01
-    """While keys are judged, the mean finish may fall behind the best ones' by this share of the step time; a move's
-    mean finish is taken to come earlier than now by at most as much."""
-    room: float = 0.8
-    """The busiest rank may take up this share of the way from the best possible load to the step time. What is beyond
-    counts against a structure: where one rank is nearly full, no change of the others shortens the step."""
-    compound: float = 0.3
-    """Another change follows at once this often."""
-    other_moves: float = 0.1
-    """This share of moves changes recomputation, or the order of micro-batches, where that matters."""
-    by_two: float = 0.25
-    """A boundary moves by two layers this often."""
-    longest_run: int = 3
-    """At most this many stages shift together, and at most this many layers are sent elsewhere."""
-    visit: float = 0.33
-    """All stages that follow one another on a rank move together this often."""
-    change_places: float = 0.33
-    """Stages that are exchanged take their sizes along this often."""
-    stay: float = 0.4
-    """Both halves of a stage that is split stay on its rank this often; stages are split and merged with another place
-    of the chain as often."""
-    stay_width: int = 3
-    """Halves stay only where the stage has this many layers."""
-    repair_moves: int = 40
-    """After a move, ranks are evened out by at most this many migrations."""
-    repair_run: int = 4
-    """Each of them moves at most this many boundaries together."""
-    full: float = 5e-4
-    """A step this close to its busiest rank's work can be shortened by a lower load alone."""
-    relief: float = 0.005
-    """Moves of such a step may aim at a load that is lower by up to this share."""
-    relief_often: float = 0.3
-    """They do so this often."""
+    """While keys are evaluated, the mean finish time may fall behind the best by this share of the step time. A move is
+    assumed to improve the mean finish time by at most as much."""
     slack: float = 0.003
-    """A schedule that falls behind the member's pace by this share of the step time is given up."""
-    full_race: float = 0.05
-    """A schedule may run at any pace this often."""
+    """The schedule of a changed structure is abandoned once it falls behind the member's pace by this share of the step
+    time. Most moves therefore cost a fraction of a schedule."""
+    any_pace: float = 0.05
+    """With this probability, such a schedule may run at any pace, so that a walk does not get stuck behind a fast
+    beginning."""
+    room: float = 0.8
+    """The busiest rank may fill this share of the interval between the best possible load and the step time. Load
+    beyond that counts against a structure: if one rank is nearly full, changes of the others do not shorten the
+    step."""
+    migrating: float = 0.34
+    """This share of moves shifts one boundary between stages."""
+    other_moves: float = 0.1
+    """This share of moves rotates stages or exchanges ranks (in polishing: moves or exchanges stages). The same share
+    changes recomputation, and the order of micro-batches, where that matters."""
+    longest_run: int = 3
+    """At most this many boundaries shift together, and at most this many layers are sent elsewhere. A stage needs this
+    many layers to be split in place."""
+    relief: float = 0.005
+    """If the step is longer than the work of its busiest rank by less than a tenth of this share, only a lower load can
+    shorten it. Some moves then aim at a load that is lower by up to this share."""
+    repair_moves: int = 40
+    """After a move, the loads of ranks are evened out by at most this many migrations of layers."""
 
     # -- polishing of orders
-    polished: int = 3
-    """A lane polishes the orders of this many candidates in turn."""
-    trials: float = 0.6
-    """Candidates take turns in this share of polishing; the rest is the best one's."""
     polish_hot: float = 3e-4
     """Polishing begins at this temperature, as a share of the step time."""
-    polish_cold: float = 3e-5
-    """Polishing ends at this temperature."""
-    polish_compound: float = 0.25
-    """Another change of orders follows at once this often."""
+    reordering: float = 0.7
+    """This share of the moves of polishing changes the order of ops. The others shift boundaries between stages."""
     reach: int = 6
-    """An op jumps at most this far, and a critical op at most this far ahead."""
-    reach_w: int = 20
-    """A W jumps at most this far."""
-    on_critical: float = 0.4
-    """An op that jumps is one of the rank that finished last this often."""
+    """An op jumps over at most this many others, a W over three times as many, and a critical op at most this far
+    ahead."""
     copies_hot: float = 2e-3
-    """Plans that hold layers several times are polished from this temperature on, as a share of the step time."""
-    copies_cold: float = 5e-5
-    """Their polishing ends at this temperature."""
+    """Plans that hold layers several times are polished from this temperature on, as a share of the step time, down to
+    the temperature at which all polishing ends."""
     jitter: float = 0.05
-    """A robust search scales ops and transfers by a log-normal of this width."""
+    """A robust search scales the times of ops and transfers by a log-normal distribution with this sigma."""
 
 
 SETTINGS = Settings()

@@ -22,71 +22,75 @@ from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.settings import SETTINGS
 
 SMALLEST = 0.1
-"""The least size that is asked of a stage; the others are asked for 1."""
+"""No stage is asked to be smaller than this; stages in the middle are asked for a size of 1."""
 WIDE = 3.0
-"""A visit may fall into several stages only where visits have so many layers on average."""
+"""A visit may consist of several stages only if visits have this many layers on average."""
 ROUNDS_SPREAD = 16
-"""Where the number of rounds is not whole, the number of stages varies by one in so many ranks."""
+"""If the number of rounds is not whole, the number of stages varies by one for every this many ranks."""
 MORE_VISITS = 2
-"""A shape like another one has at most so many visits more or fewer."""
+"""A shape similar to another one has at most this many visits more or fewer."""
 
 
 class Shape(NamedTuple):
-    """What a structure is drawn from."""
+    """What a structure is drawn from: the way over the ranks and the wanted sizes of stages."""
 
     way: tuple[int, ...]
-    """The ranks in the order in which a micro-batch visits them."""
-    parts: tuple[int, ...]
-    """How many stages, one after another on its rank, every visit consists of."""
+    """These are the ranks in the order in which a micro-batch visits them."""
+    stages_in_visit: tuple[int, ...]
+    """Every visit consists of this many stages, one after another on the same rank."""
     kind: str
+    """The way goes round the ranks like this; see `Settings.kinds`."""
     small_first: float = 0.0
-    """How much smaller than the others the very first visit is to be; this fades out within a round."""
+    """The first visit is smaller than the others by this share; the difference fades out within a round."""
     small_last: float = 0.0
+    """The last visit is smaller than the others by this share, in the same way."""
 
     @property
     def name(self) -> str:
-        return f"{sum(self.parts)} stages, {self.kind}"
+        return f"{sum(self.stages_in_visit)} stages, {self.kind}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the stages."""
-        return tuple(rank for rank, parts in zip(self.way, self.parts) for _ in range(parts))
+        """The rank of every stage."""
+        return tuple(rank for rank, count in zip(self.way, self.stages_in_visit) for _ in range(count))
 
     def sizes(self, num_ranks: int) -> np.ndarray:
-        """Work wanted of every stage, in proportion."""
+        """The wanted work of every stage, in proportion."""
         at = np.arange(len(self.way))
         first, last = np.maximum(0.0, 1.0 - at / num_ranks), np.maximum(0.0, 1.0 - at[::-1] / num_ranks)
         visits = np.maximum(1.0 - self.small_first * first - self.small_last * last, SMALLEST)
-        return np.repeat(visits / self.parts, self.parts)
+        return np.repeat(visits / self.stages_in_visit, self.stages_in_visit)
 
 
 def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: np.random.Generator) -> Shape:
-    """A way round the ranks with stages of drawn sizes."""
+    """A random way over the ranks, with random wanted sizes."""
     small = lot.choice(SETTINGS.small, 2)
     way = go_round(problem.ranks, min(max(stages, 1), max_stages), kind, lot)
     shape = Shape(way, (1,) * len(way), kind, float(small[0]), float(small[1]))
-    while _wide(problem, shape) and lot.random() < SETTINGS.divided:
+    while _wide(problem, shape) and lot.random() < SETTINGS.sometimes:
         shape = divide(shape, max_stages, lot)
     return shape
 
 
 def _wide(problem: Problem, shape: Shape) -> bool:
-    return problem.layers >= WIDE * sum(shape.parts)
+    return problem.layers >= WIDE * sum(shape.stages_in_visit)
 
 
 def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
-    """One visit in one part more."""
-    if sum(shape.parts) >= max_stages:
+    """The shape with one visit divided into one more stage."""
+    if sum(shape.stages_in_visit) >= max_stages:
         return shape
     at = int(lot.integers(len(shape.way)))
-    return shape._replace(parts=tuple(parts + (i == at) for i, parts in enumerate(shape.parts)))
+    return shape._replace(
+        stages_in_visit=tuple(stages_in_visit + (i == at) for i, stages_in_visit in enumerate(shape.stages_in_visit))
+    )
 
 
 def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tuple[int, ...]:
-    """Stages' ranks: rounds over all ranks, the last one cut short.
+    """The ranks of the stages: rounds over all ranks, of which the last may be incomplete.
 
-    Loops begin every round at the same rank, turns go the last one back; waves always turn round, the first time
-    anywhere; mixed ones go up or down as it falls; some rounds of skip leave ranks out.
+    A "loop" begins every round at the same rank; a "turn" goes back in the last round; a "wave" reverses after every
+    round, the first time at any rank; a "mixed" way goes up or down at random; some rounds of a "skip" leave out ranks.
     """
     up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
     out: list[int] = []
@@ -99,7 +103,7 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
             some = int(lot.integers(max(ranks // 2, 1), ranks + 1))
             through = sorted(lot.choice(ranks, some, replace=False).tolist())
         turn = float(len(out) + ranks >= stages)
-        back = {"mixed": 0.5, "skip": SETTINGS.back_skip, "turn": turn}.get(kind, 0.0)
+        back = {"mixed": 0.5, "skip": SETTINGS.sometimes, "turn": turn}.get(kind, 0.0)
         if out and lot.random() < back:
             through = through[::-1]
         out += through
@@ -110,38 +114,38 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
 
 
 def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.Generator) -> Shape:
-    """A shape like this one: a few visits more or less, other parts, or other sizes."""
-    way, parts, visits = shape.way, shape.parts, len(shape.way)
-    if (_wide(problem, shape) or max(parts) > 1) and lot.random() < SETTINGS.divided:
-        if max(parts) == 1 or (_wide(problem, shape) and lot.random() < SETTINGS.near_divide):
-            parts = divide(shape, max_stages, lot).parts
+    """A shape similar to this one: with other numbers of visits or of stages per visit, or with other sizes."""
+    way, stages_in_visit, visits = shape.way, shape.stages_in_visit, len(shape.way)
+    if (_wide(problem, shape) or max(stages_in_visit) > 1) and lot.random() < SETTINGS.sometimes:
+        if max(stages_in_visit) == 1 or (_wide(problem, shape) and lot.random() < 0.5):
+            stages_in_visit = divide(shape, max_stages, lot).stages_in_visit
         else:
-            at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))
-            parts = tuple(n - (i == at) for i, n in enumerate(parts))
+            at = int(lot.choice(np.flatnonzero(np.array(stages_in_visit) > 1)))
+            stages_in_visit = tuple(n - (i == at) for i, n in enumerate(stages_in_visit))
     elif lot.random() < 0.5:
-        most = max_stages - sum(parts) + visits
+        most = max_stages - sum(stages_in_visit) + visits
         step = MORE_VISITS
         visits = min(max(visits + int(lot.integers(-step, step + 1)), min(problem.ranks, visits)), most)
         way = (way + go_round(problem.ranks, visits, shape.kind, lot)[len(way) :])[:visits]
-        parts = (parts + (1,) * visits)[:visits]
+        stages_in_visit = (stages_in_visit + (1,) * visits)[:visits]
         if len(set(way)) < len(set(shape.way)):
-            way, parts = shape.way, shape.parts
-    elif lot.random() < SETTINGS.near_way:
+            way, stages_in_visit = shape.way, shape.stages_in_visit
+    elif lot.random() < SETTINGS.sometimes:
         way = go_round(problem.ranks, visits, shape.kind, lot)
     small = np.array((shape.small_first, shape.small_last))
-    small += lot.normal(0.0, SETTINGS.near_size_step, 2) * (lot.random(2) < 0.5)
-    first, last = np.clip(small, 0.0, SETTINGS.small_most)
-    return Shape(way, parts, shape.kind, float(first), float(last))
+    small += lot.normal(0.0, SETTINGS.keys.step, 2) * (lot.random(2) < 0.5)
+    first, last = np.clip(small, 0.0, max(SETTINGS.small))
+    return Shape(way, stages_in_visit, shape.kind, float(first), float(last))
 
 
 def partition_evenly(
     judge: Judge, ranks: tuple[int, ...], sizes: np.ndarray, *, even: float, tilt: float, rising: bool
 ) -> np.ndarray:
-    """A structure of stages on these ranks: cut at equal work, then annealed on the imbalance.
+    """A structure of stages on these ranks: cut into equal work, then annealed on the imbalance.
 
-    `even` weighs stages that differ from their wanted sizes: ranks hand micro-batches on in step where stages take
-    equally long, and of all that was tried this made starts better by most; `tilt` is how much their I counts beside
-    their F. `rising`: early stages are taken to hold more micro-batches.
+    `even` is the weight of deviations from the wanted sizes: ranks pass micro-batches on in step if stages take equally
+    long, and of everything that was tried this improved starts most. `tilt` is the weight of I beside F. With `rising`,
+    early stages are assumed to hold more micro-batches.
     """
     problem, stages = judge.problem, len(ranks)
     st = make_structure(problem, judge.max_stages)
@@ -164,31 +168,31 @@ def partition_evenly(
 
 
 class Starts:
-    """Draws starts and keeps the best few, of different sizes."""
+    """Draws initial structures and keeps the best few of every size."""
 
     def __init__(self, judge: Judge, seed: tuple[int, ...]) -> None:
         self.judge, self.problem, self.max_stages = judge, judge.problem, judge.max_stages
         self.lot = np.random.default_rng(seed)
         self.keys: dict[int, list[tuple[float, np.ndarray]]] = {}
-        """By size, the best first."""
+        """These are the best keys for structures of each size, the best first."""
         self.kept: list[Start] = []
         self.draws = 0
         self.deck: list[tuple[float, str]] = []
-        """Rounds and kinds still to be drawn."""
+        """These numbers of rounds and kinds of ways are still to be drawn."""
         self.shapes: list[tuple[float, Shape]] = []
-        """The best shapes of every size."""
+        """These are the best shapes of every size, the best first."""
 
     def draw(self, recompute: bool) -> Start | None:
-        """One structure under old and new keys."""
+        """Draw one structure and evaluate it under known and new keys."""
         self.draws += 1
         shape = self._shape()
         structure = partition_evenly(
             self.judge,
             shape.ranks,
             shape.sizes(self.problem.ranks),
-            even=float(self.lot.choice(SETTINGS.evenness)),
-            tilt=float(self.lot.choice(SETTINGS.tilts)),
-            rising=bool(self.lot.random() < SETTINGS.rising),
+            even=float(self.lot.choice(SETTINGS.even)),
+            tilt=float(self.lot.random()),
+            rising=bool(self.lot.random() >= SETTINGS.sometimes),
         )
         structure[REDO, : int(structure[SIZE, 0])] = recompute
         start = self.keyed(shape.name, structure)
@@ -197,18 +201,20 @@ class Starts:
         return start
 
     def first(self, rounds: float, wave: bool, recompute: bool) -> Start | None:
-        """One of the structures a search begins with: even stages, a loop or a wave, under more keys than later."""
+        """Evaluate one of the structures that a search begins with: even stages, a loop or a wave, under more keys than
+        later ones."""
         stages = min(max(round(self.problem.ranks * rounds), 1), self.max_stages)
         kind = "wave" if wave else "loop"
         up = range(self.problem.ranks)
         turn = [*up, *reversed(up)] if wave else up
         shape = Shape(tuple(turn[s % len(turn)] for s in range(stages)), (1,) * stages, kind)
-        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=4.0, tilt=1.0, rising=True)
+        even = sorted(SETTINGS.even)[len(SETTINGS.even) // 2]
+        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=even, tilt=1.0, rising=True)
         structure[REDO, :stages] = recompute
-        return self.keyed(shape.name, structure, SETTINGS.keys_first)
+        return self.keyed(shape.name, structure, SETTINGS.key_population)
 
     def keyed(self, name: str, structure: np.ndarray, drawn: int = SETTINGS.kept) -> Start | None:
-        """A structure under the best of known keys, some like them and some new ones; kept if it is good."""
+        """Evaluate a structure under the best known keys, variants of them and new keys; keep it if it is good."""
         size = self._size(int(structure[SIZE, 0]))
         alike = [s for s in self.kept if self.size(s) == size]
         bar = alike[-1].step_ms if len(alike) >= SETTINGS.kept else np.inf
@@ -229,14 +235,14 @@ class Starts:
         return start
 
     def size(self, start: Start) -> int:
-        """Half rounds over the ranks."""
+        """The number of half rounds over the ranks."""
         return self._size(int(start.structure[SIZE, 0]))
 
     def _size(self, stages: int) -> int:
         return 2 * stages // self.problem.ranks
 
     def _shape(self) -> Shape:
-        """A new shape, or one like those that did well; the best most of all."""
+        """A new shape, or one similar to a shape that did well; the best one most often."""
         if self.shapes and self.lot.random() < SETTINGS.again * self.draws / (self.draws + SETTINGS.spread):
             chosen = self.shapes[int(self.lot.random() ** 2 * len(self.shapes))][1]
             return near_shape(self.problem, self.max_stages, chosen, self.lot)
@@ -251,7 +257,7 @@ class Starts:
         return draw_shape(self.problem, self.max_stages, int(self.lot.integers(low, high + 1)), kind, self.lot)
 
     def _known_keys(self, size: int) -> list[np.ndarray]:
-        """The best keys for structures of this size, and of all."""
+        """The best keys for structures of this size, and for all sizes."""
         every = sorted((x for known in self.keys.values() for x in known), key=lambda x: x[0])
         found: list[np.ndarray] = []
         for _, keys in self.keys.get(size, []) + every[: SETTINGS.kept]:
@@ -266,7 +272,7 @@ class Starts:
         self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[: SETTINGS.kept]
 
     def learn(self, other: Starts) -> None:
-        """Remember what another found good."""
+        """Remember what another lane found to be good."""
         for step_ms, shape in list(other.shapes):
             if all(shape is not s for _, s in self.shapes):
                 self._remember(step_ms, shape)
@@ -278,11 +284,11 @@ class Starts:
         size = self._size(len(shape.ranks))
         alike = [x for x in self.shapes if self._size(len(x[1].ranks)) == size] + [(step_ms, shape)]
         others = [x for x in self.shapes if self._size(len(x[1].ranks)) != size]
-        best = sorted(alike, key=lambda x: x[0])[: SETTINGS.shapes_kept]
+        best = sorted(alike, key=lambda x: x[0])[: SETTINGS.kept]
         self.shapes = sorted(others + best, key=lambda x: x[0])
 
     def take(self) -> list[Start]:
-        """What was kept, which is then forgotten."""
+        """Hand out what was kept, and forget it."""
         taken, self.kept = self.kept, []
         return taken
 

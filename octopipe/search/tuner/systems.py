@@ -25,29 +25,31 @@ from octopipe.search.tuner.mechanics import (
 from octopipe.search.tuner.settings import SETTINGS
 
 SLOW = frozenset({"tessel", "pipe-offload"})
-"""Systems that run a solver for longer than a start is worth, and those whose order is another one's: PipeOffload's is
-the interleaved one's, and host memory is decided after the search (`search/offload.py`)."""
+"""These systems are left out. Tessel runs a solver for longer than a start is worth. PipeOffload's order is the
+interleaved one, and the use of host memory is decided after the search (`search/offload.py`)."""
 COPYING = frozenset({"chimera", "dualpipe"})
-"""Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
+"""These systems hold layers twice. They are built first, since improving their plans takes the time that is left."""
 UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
-"""Systems built first where time is short: the others' plans are much like one of theirs."""
+"""These systems are built first if time is short: the plans of the others are similar to one of theirs."""
 
 
 class Systems:
-    """The thread that builds them while the lanes search."""
+    """The thread that builds published systems while the lanes search."""
 
     def __init__(
         self, costs: CostTable, problem: Problem, max_stages: int, *, budget_s: float, seed: int, counted: int | None,
         start: Plan | None, allowed: Callable[[Plan], bool], consider: Callable[[Plan, str], None],
         share: Callable[[], float], seen_ms: Callable[[], float], stop: threading.Event,
     ) -> None:  # fmt: skip
-        """`counted`: moves instead of time; `share`: of the budget that is spent; `seen_ms`: the best so far."""
+        """`counted`: moves are counted instead of time. `share`: returns the share of the budget used. `seen_ms`:
+        returns the best step time so far."""
         self.costs, self.problem, self.max_stages, self.budget_s, self.seed = costs, problem, max_stages, budget_s, seed
         self.counted, self.start, self.allowed, self.consider = counted, start, allowed, consider
         self.share, self.seen_ms, self.stop = share, seen_ms, stop
 
     def run(self, inboxes: list[list[tuple[str, np.ndarray]]]) -> None:
-        """Build the systems that apply here, share their structures out, improve the best plan with copies."""
+        """Build the systems that apply, distribute their structures over the lanes, and improve the best plan with
+        copies."""
         from octopipe.search.systems import build_plan, systems
 
         several: list[Plan] = [self.start] if self.start is not None and len(self.start.routes) > 1 else []
@@ -94,7 +96,7 @@ class Systems:
         while done < 1.0 and not self.stop.is_set():
             if done > COPIES_AFTER and walk.best_ms > COPIES_CLOSE * self.seen_ms():
                 break
-            cooling = (SETTINGS.copies_cold / SETTINGS.copies_hot) ** done
+            cooling = (SETTINGS.cool * SETTINGS.polish_hot / SETTINGS.copies_hot) ** done
             moves += walk_moves
             walk.run(walk_moves, SETTINGS.copies_hot * cooling)
             if self.counted is None:

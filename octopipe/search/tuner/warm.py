@@ -27,7 +27,7 @@ RANKS, MICRO_BATCHES = 2, 4
 
 @cache
 def compile_kernels(method: str) -> None:
-    """Compile what a method calls, or load it."""
+    """Compile the kernels that a method calls, or load them from the cache."""
     costs = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(
         rank_memory_bytes=(1e3,), forward_ms=np.array([1.0, 2.0, 1.0, 3.0])
     )

@@ -321,7 +321,7 @@ def _copied_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, most: N
     lead = np.concatenate(([0.0], np.cumsum(forward)[:-1]))
     shared = lead + _share(costs, num_micro_batches, most) * costs.layer_ms
     once = forward.sum() + np.cumsum(inward[::-1])[::-1] + least * costs.weight_ms
-    links = [costs.network.link(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    links = [costs.sum_link(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     reduced = [min((all_reduce_ms(float(b), 2, link) for link in links), default=0.0) for b in costs.gradient_bytes]
     return np.asarray(fastest * np.maximum(shared, once) + np.array(reduced))
 

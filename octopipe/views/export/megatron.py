@@ -33,7 +33,7 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """A plan in Megatron's flags."""
+    """A plan expressed in Megatron's flags."""
 
     pp: int
     text: MegatronText
@@ -57,7 +57,7 @@ def megatron_arguments(plan: Plan, symbols: str) -> str:
 
 
 def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
-    """The plan in Megatron's flags, or one line about why they cannot express it."""
+    """The plan expressed in Megatron's flags; raises one line that says why they cannot express it."""
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
@@ -124,7 +124,7 @@ def _recompute_flags(plan: Plan, symbols: str, pieces: Sequence[Piece]) -> tuple
 
 
 def _merged(plan: Plan) -> list[Piece]:
-    """The chain of stages, neighbours on one rank joined."""
+    """The chain of stages, in which neighbours on the same rank are merged."""
     out: list[Piece] = []
     for number in plan.routes[0]:
         stage = plan.stages[number]
@@ -184,7 +184,7 @@ def _text(plan: Plan, symbols: str, pieces: Sequence[Piece], slots: Sequence[int
 
 
 def _depth_pattern(plan: Plan) -> str:
-    """The layers of a prediction depth, which only the pattern that a plan was read from says."""
+    """The layers of one prediction depth; only the pattern that the plan was read from contains them."""
     known = plan.extra.get("megatron")
     text = known.get("--hybrid-layer-pattern") if isinstance(known, dict) else None
     if not isinstance(text, str):

@@ -55,7 +55,7 @@ def trace_bytes(timeline: Timeline, plan: Plan | None = None, *, compress: bool 
 
 
 class _Threads:
-    """Hands out thread ids: unique everywhere, one per (rank, group, peer, row)."""
+    """Assigns thread ids, which are unique in the whole trace: one per (rank, group, peer, row)."""
 
     def __init__(self, num_ranks: int):
         self._digits = len(str(max(num_ranks - 1, 0)))
@@ -87,7 +87,8 @@ class _Threads:
 
 
 def _compute(timeline: Timeline, plan: Plan | None, threads: _Threads) -> Iterator[dict[str, Any]]:
-    """Every op; two that run together as one slice, with what each computed as slices within it."""
+    """Slices for all ops. Two ops that run together are one slice, which contains slices for the computation of
+    each."""
     s = timeline.spans
     second = np.zeros(s.rank.size, np.bool_)
     if plan is not None and (lead := plan.table().lead) is not None:
@@ -193,7 +194,7 @@ def _transfers(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]
 
 
 def _host(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
-    """Activations on their way to host memory and back, a thread for each direction."""
+    """Slices for activations that move to host memory and back, with one thread per direction."""
     h = timeline.host
     if h is None:
         return
@@ -216,7 +217,7 @@ def _host(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
 
 
 def _rows(timeline: Timeline) -> np.ndarray:
-    """A row for each transfer so that those of one direction and row never overlap (row 0 unless they do)."""
+    """A row for every transfer, chosen so that transfers of one direction and row never overlap (row 0 if possible)."""
     t = timeline.transfers
     row = np.zeros(t.source.size, np.int32)
     free_at: dict[tuple[int, int], list[float]] = {}

@@ -44,7 +44,7 @@ def _resvg() -> Any:
 
 
 def _has_letters(resvg: Any) -> bool:
-    """Does a letter leave a trace? resvg leaves text out in silence where it finds no font."""
+    """Whether text is drawn at all: resvg omits it silently if it finds no font."""
     page = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     letter = '<text x="2" y="16" font-size="16" font-family="sans-serif">M</text>'
     blank, written = (bytes(resvg.svg_to_bytes(svg_string=page.format(t))) for t in ("", letter))

@@ -37,7 +37,8 @@ ACTIVE_STAGES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOrder:
-    """A plan as PyTorch can run it: stages numbered along the chain, micro-batches renamed, R left out."""
+    """A plan in the form that PyTorch can run: stages are numbered along the chain, micro-batches renamed and R
+    omitted."""
 
     plan: Plan
     renamed: tuple[int, ...]
@@ -47,7 +48,7 @@ class TorchOrder:
 
 
 def torch_order(plan: Plan) -> TorchOrder:
-    """The plan in PyTorch's terms, or one line about why PyTorch cannot run it."""
+    """The plan in PyTorch's terms; raises one line that says why PyTorch cannot run it."""
     plan.check()
     if plan.forks:
         raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
@@ -152,7 +153,7 @@ def actions_of_version(version: str | None = None) -> frozenset[str]:
 
 
 def rows_with(rows: Iterable[Sequence[str]], kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """The rows without actions of any other kind: an older PyTorch does without them."""
+    """The rows without actions of other kinds, which an older PyTorch does not need."""
     return tuple(tuple(cell for cell in row if _kind(cell) in kinds) for row in rows)
 
 

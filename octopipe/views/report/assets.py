@@ -14,7 +14,7 @@ import msgspec
 
 SCRIPTS = (
     "whatif.js", "decode.js", "words.js", "memory.js", "numbers.js", "gantt.js", "overlay.js", "pointer.js", "find.js",
-    "panels.js", "strips.js", "whatif_panel.js", "main.js",
+    "panels.js", "paths.js", "strips.js", "whatif_panel.js", "main.js",
 )  # fmt: skip
 """In this order; page.js (or serve.js) comes last and starts things."""
 

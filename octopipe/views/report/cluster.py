@@ -64,7 +64,7 @@ document.getElementById("theme").addEventListener("click", () => {
 
 
 def panel(record: object) -> str:
-    """The panel's HTML; empty where there is no record."""
+    """The HTML of the panel; empty if there is no record."""
     if not isinstance(record, Mapping):
         return ""
     try:
@@ -88,7 +88,7 @@ def panel(record: object) -> str:
 
 
 def _commands(lines: Mapping[str, Any]) -> str:
-    """How the chosen split is started on every runtime, or why it cannot be."""
+    """The command that starts the chosen split on every runtime, or the reason why there is none."""
     out = []
     for name, line in lines.items():
         text, runtime = str(line), html.escape(str(name))
@@ -100,7 +100,7 @@ def _commands(lines: Mapping[str, Any]) -> str:
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Where the time goes, of the winner, of today's and of those next to the winner."""
+    """The breakdown of the step time for the best split, for today's split and for the splits closest to the best."""
     known = [r for r in rows if isinstance(r.get("why"), Mapping)]
     today = [r for r in known if r.get("how") == "today"]
     shown = [*known[:1], *today, *(r for r in known[1:] if r.get("how") != "today")][:MOST_WHY]
@@ -143,7 +143,7 @@ def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
 
 
 def _nice(most: float) -> float:
-    """A round number a little above."""
+    """The next round number above a value."""
     if not most > 0 or not math.isfinite(most):
         return 1.0
     power = 10.0 ** math.floor(math.log10(most))

@@ -200,6 +200,7 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
     return {
         "stages": [[s.first, s.stop, s.rank, list(s.recomputed_layers)] for s in plan.stages],
         "routes": [list(r) for r in plan.routes],
+        **_forks(plan),
         "pairs": pack.integers(_seconds(plan), delta=True),
         "route_of_micro_batch": pack.integers(plan.route_of_micro_batch),
         "num_layers": plan.num_layers,
@@ -210,6 +211,14 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
         "bound_of": str(plan.extra.get("bound_of", ""))[:200],
         "system": str(plan.extra.get("system", "")),
     }
+
+
+def _forks(plan: Plan) -> dict[str, Any]:
+    """The edges of paths that fork or join, and which stages hold a shard; nothing for chains."""
+    if not plan.edges:
+        return {}
+    shards = [None if stage.shard is None else list(stage.shard) for stage in plan.stages]
+    return {"edges": [[list(edge) for edge in edges] for edges in plan.edges], "shards": shards}
 
 
 def _seconds(plan: Plan) -> NDArray[np.int64]:

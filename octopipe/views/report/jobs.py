@@ -35,7 +35,7 @@ Tune = Callable[..., Any]
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the form sends, beside the set-up."""
+    """What the form sends besides the set-up."""
 
     model: str
     pp: int
@@ -78,7 +78,7 @@ Request = msgspec.defstruct(
 
 
 def parse_request(data: bytes) -> Asked:
-    """The form's JSON, or one line about what is wrong with it."""
+    """The request in the form's JSON; raises one line that says what is wrong with it."""
     try:
         found: Any = msgspec.json.decode(data, type=Request)
         return cast(Asked, found)
@@ -155,7 +155,7 @@ class Job:
             self.changed.notify_all()
 
     def _end(self, state: str, words: str = "") -> None:
-        """The first to say how it ended is right."""
+        """Record how the search ended; only the first call counts."""
         with self.changed:
             if self.state == "running":
                 self.state, self.error = state, words
@@ -163,7 +163,7 @@ class Job:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While somebody looks on."""
+        """A context in which the job counts as watched."""
         with self.changed:
             self._watchers += 1
         try:
@@ -174,7 +174,7 @@ class Job:
                 self._unwatched_since = time.monotonic()
 
     def is_abandoned(self) -> bool:
-        """Whether somebody looked on once, and nobody does any more."""
+        """Whether the job was watched before and is not watched any more."""
         return self._watchers == 0 and time.monotonic() - self._unwatched_since > ABANDONED_S
 
     def _progress(self, seen: Any) -> bool:
@@ -201,7 +201,7 @@ class Job:
             timer.start()
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, but no longer than this."""
+        """Wait until the search has ended, but at most this many seconds."""
         with self.changed:
             self.changed.wait_for(lambda: self.state != "running", timeout=seconds)
 
@@ -278,7 +278,7 @@ class Jobs:
         return self._jobs.get(number)
 
     def close(self) -> None:
-        """Stop whatever runs."""
+        """Stop all searches."""
         for job in self._jobs.values():
             with contextlib.suppress(Exception):
                 job.cancel()

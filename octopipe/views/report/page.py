@@ -38,6 +38,16 @@ SYMBOLS: Mapping[str, str] = MappingProxyType(
         "t": "sliding block",
         "X": "expert block",
         "x": "sliding expert block",
+        "v": "embedding of patches",
+        "V": "vision tower",
+        "w": "vision tower, windows",
+        "a": "embedding of sound",
+        "A": "audio encoder",
+        "s": "embedding of the source text",
+        "S": "encoder",
+        "J": "join of encoder and decoder",
+        "j": "features that join later",
+        "C": "block with cross-attention",
     }
 )
 

@@ -73,7 +73,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away mid-answer is no news; anything else is."""
+        """Ignore a browser that disconnects during an answer, and report every other error."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -188,9 +188,13 @@ def plan_page(models: Mapping[str, str]) -> str:
 
 
 def shown_answer(record: Mapping[str, Any], plan: str | None) -> dict[str, Any]:
-    """An answer as the page gets it: the panel, the plan's file, and the file to share that opens again."""
-    kept = {"format": ANSWER, "record": record, "plan": plan}
-    return {"html": panel(record), "plan": plan, "answer": kept}
+    """An answer as the page gets it: the panel, the plan's file, and the file to share that opens again.
+
+    The file is text, because a browser that writes JSON itself changes numbers (0.0 becomes 0). The panel is drawn from
+    that text, so whoever opens the file sees the same panel.
+    """
+    kept = msgspec.json.encode({"format": ANSWER, "record": record, "plan": plan})
+    return {"html": panel(msgspec.json.decode(kept)["record"]), "plan": plan, "answer": kept.decode()}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -203,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a person watches the page, not the log."""
+        """Log nothing: users watch the page, not the log."""
 
     def do_GET(self) -> None:
         self._answered(self._get)
@@ -212,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answered(self._post)
 
     def _answered(self, answer: Callable[[], None]) -> None:
-        """A fault of ours is an answer as well: whoever asks is never left without one."""
+        """Answer the request even if it fails because of an error of ours."""
         try:
             answer()
         except (ConnectionError, TimeoutError):
@@ -295,7 +299,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json(status, answer)
 
     def _answer(self, body: bytes) -> None:
-        """An answer that somebody has kept in a file, shown again."""
+        """Show an answer that was saved to a file before."""
         try:
             kept = msgspec.json.decode(body, type=dict[str, Any])
             if kept.get("format") != ANSWER or not isinstance(kept.get("record"), dict):
@@ -306,7 +310,7 @@ class Handler(BaseHTTPRequestHandler):
             self._problem(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_unwanted(self) -> bool:
-        """Whether nobody waits for this answer any more: the server is closing, or the client has gone."""
+        """Whether the answer is no longer needed, because the server is closing or the client has disconnected."""
         if self.server.closing.is_set():
             return True
         try:

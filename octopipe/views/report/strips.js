@@ -4,10 +4,12 @@
 function partition(entries, width) {
   const shown = entries.filter((e) => e.stages && e.num_layers);
   if (!shown.length) return null;
-  const parts = shown.flatMap((e) => e.routes.map((route, r) => partitionStrip(e, route, r, width)));
+  const parts = shown.flatMap((e) => e.routes.map((route, r) => (e.edges ? pathPicture : partitionStrip)(e, route, r, width)));
+  const forks = shown.some((e) => e.edges) ? " Where a micro-batch's path forks or joins, boxes are stages, and lines lead to the stages that take their output." : "";
   const again = shown.some(recomputedCount) ? " Hatched layers (and the sign ↻) are computed again in the backward pass." : "";
-  return section("Partition and placement",
-    `Each bar is a layer, as high as its forward and backward time; colour and number say which rank holds it.${again}`, ...parts);
+  const bars = shown.every((e) => e.edges) ? "Colour and number say which rank holds a stage."
+    : "Each bar is a layer, as high as its forward and backward time; colour and number say which rank holds it.";
+  return section("Partition and placement", `${bars}${again}${forks}`, ...parts);
 }
 
 // Diagonal lines across a rectangle.

@@ -77,7 +77,7 @@ def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = Fals
 
 
 def _bar(out: list[str], x: float, y: float, height: float, width: float, name: str, title: str) -> float:
-    """Draw one part, and say where the next begins."""
+    """Draw one part, and return where the next one begins."""
     if width > 0.2:
         out.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{COLOURS.get(name, OTHER)}">'

@@ -166,7 +166,7 @@ class Cell:
         return self.steps[name] / self.steps[tuner]
 
     def gap(self, name: str) -> float:
-        """How far above the bound, as a share of the step."""
+        """The distance from the bound, as a share of the step time."""
         return 1.0 - self.bound_ms / self.steps[name]
 
 
@@ -242,7 +242,7 @@ class Bench:
     def baseline(
         self, name: str, costs: CostTable, ranks: int, micro_batches: int, *, reading: Reading | None = None
     ) -> Timeline:
-        """A baseline's step; the same one is predicted once."""
+        """The step time of a baseline; each is predicted only once."""
         used = reading or self.reading
         key = f"{name} {costs.digest()} {ranks} {micro_batches} {used.without_head}"
         if key not in self.steps:
@@ -250,7 +250,7 @@ class Bench:
         return self.steps[key]
 
     def one_f_one_b(self, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
-        """Where Algorithm 1 begins, as in the paper."""
+        """The plan that Algorithm 1 starts from, as in the paper."""
         return with_backward(whole_plan("1f1b", costs, ranks, micro_batches), costs, self.reading.backward)
 
     def plan(self, tuner: Tuner, costs: CostTable, ranks: int, micro_batches: int) -> Plan:

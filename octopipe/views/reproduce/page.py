@@ -27,29 +27,28 @@ ROWS, PLANS, APPENDIX = "rows.json", "plans.b85", "appendix.md"
 def preface(options: Options, *, complete: bool) -> list[str]:
     """What a reader must know before any number."""
     lines = [
-        f"This page is made by `{COMMAND}` (`make reproduce`); do not edit it. It holds every number and every "
-        "order that the OctoPipe paper states against ours. **Algorithm 1** is the paper's tuner in our "
-        "implementation, **our search** is what `octopipe tune` runs by default; a number that no tuner made "
-        "stands in the second of these columns. The paper measured step times on H800 GPUs; ours are predicted "
-        "by the simulator from the layer times that its authors published.",
-        "*agrees*: within 10 % of the paper's number (another tolerance is stated in the appendix). *trend "
-        "agrees*: the order or direction is the paper's. **higher**, **lower**: ours is not; the last column "
-        "names the change that would explain it, what our number becomes with that change, and whether it then "
-        "agrees. *by construction*: true because we built it so. *fitted*: the number was used to choose the "
-        "reading. Only the first four verdicts say anything about the paper. They are given for Algorithm 1 (or "
-        "the baseline) with the head's published time.",
-        "The **fitted head** multiplies the published time of the head (by 2.5; LLaMA by 1.5). The factor is "
-        "fitted to nine measurements of baselines that the paper prints, so it is no evidence for those. "
-        "Baselines run at their best setting: Interleaved with its fastest number of chunks, Tessel in its fast "
-        "mode, Mist with stages within two layers of the mean, and W put off into bubbles for all of them. PP 4, "
-        "TP 8 and 16 micro-batches for Table V, and 8 ranks for Figure 13, are inferred: the paper does not "
-        "state them.",
+        f"This page compares every number and every order that the OctoPipe paper states with ours. It is written by "
+        f"`{COMMAND}` (`make reproduce`); do not edit it. **Algorithm 1** is the paper's tuner in our "
+        "implementation; **our search** is what `octopipe tune` runs by default. Numbers that do not come from a tuner "
+        "are in the column of our search. The paper measured step times on H800 GPUs; ours are predicted by the "
+        "simulator from the layer times that its authors published.",
+        "Verdicts. *agrees*: our number is within 10 % of the paper's (the appendix states other tolerances). *trend "
+        "agrees*: the order or direction is the same as in the paper. **higher**, **lower**: our number differs; the "
+        "last column names a change that might explain the difference, the number with that change, and whether it "
+        "then agrees. *by construction*: true because we built it so. *fitted*: the number was used to choose an "
+        "assumption. Only the first four verdicts say anything about the paper. They compare Algorithm 1 (or the "
+        "baseline), with the published time of the head.",
+        "The **fitted head** multiplies the published time of the head by 2.5 (LLaMA: 1.5). The factor is fitted to "
+        "nine measurements of baselines in the paper, so it is no evidence for those. Every baseline runs at its "
+        "best setting: Interleaved with its fastest number of chunks, Tessel in its fast mode, Mist with stages within "
+        "two layers of the mean, all of them with W deferred into bubbles. The paper does not state PP 4, TP 8 and 16 "
+        "micro-batches for Table V, nor 8 ranks for Figure 13; we inferred them.",
         f"Costs: {costs_in_words(options.profiles)}. Algorithm 1 makes {options.rounds} iterations from 1F1B, our "
-        f"search {options.iterations} moves per lane, seed {options.seed}; nothing depends on the clock, so every "
-        "machine writes the same page. (≤ 9 %) after a time or throughput: a proven bound leaves at most so much "
-        "to any plan. In full: [every row with its reason](reproduction/appendix.md), [raw "
-        "rows](reproduction/rows.json), [every sentence of the paper that states a number or an order, and the "
-        "rows that answer it](reproduction/sentences.json).",
+        f"search {options.iterations} moves per lane, both with seed {options.seed}. No result depends on the clock, "
+        "so every machine writes the same page. A percentage such as (≤ 9 %) after a time or throughput is the most "
+        "that any plan could still gain, by a proven bound. Details: [every row with its "
+        "reason](reproduction/appendix.md), [raw rows](reproduction/rows.json), [every sentence of the paper that "
+        "states a number or an order, and the rows that answer it](reproduction/sentences.json).",
     ]
     if not complete:
         lines.append("**This page holds only some of the parts.**")

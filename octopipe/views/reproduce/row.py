@@ -62,7 +62,7 @@ class Values:
 
 
 def baseline(published: Value, fitted: Value = None) -> Values:
-    """A number that no tuner of ours made."""
+    """A number that none of our tuners produced."""
     return Values(published=(None, published), fitted=(None, fitted))
 
 
@@ -190,7 +190,7 @@ class Row:
 
     @classmethod
     def shown(cls, id: str, claim: str, ours: Values, **more: Any) -> Row:
-        """A number of ours for which the paper prints none."""
+        """A number of ours that the paper does not print."""
         return cls._made(id, claim, more.pop("paper", None), ours, ["", ""], **more)
 
     @classmethod
@@ -212,7 +212,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a part of the reproduction comes to."""
+    """The result of one part of the reproduction."""
 
     rows: tuple[Row, ...]
     costs: str

@@ -29,7 +29,7 @@ FORMAT = "octopipe.reproduction/2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A part and what it came to."""
+    """A part and its result."""
 
     part: Part
     result: Result

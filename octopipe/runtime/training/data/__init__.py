@@ -8,6 +8,7 @@
 | `token_file.py` | `.npy` and `.bin` |
 | `megatron_file.py` | Megatron's `.bin` with its `.idx` |
 | `text.py`, `hf_dataset.py` | documents of a jsonl file, of a saved Hugging Face dataset |
+| `samples.py` | stored inputs of models with a tower or an encoder |
 | `tokenizer.py`, `kept.py` | text into tokens; tokenized documents kept in the cache folder |
 | `opening.py` | which of these a path is |
 | `batches.py` | samples as micro-batches (the one file here that needs torch) |

@@ -11,15 +11,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data import hf_dataset, megatron_file, text, token_file
 from octopipe.runtime.training.data.corpus import Corpus, Windows
 from octopipe.runtime.training.data.kept import Tell
+from octopipe.runtime.training.data.samples import Samples, is_samples
 from octopipe.runtime.training.data.source import Source
 from octopipe.runtime.training.data.synthetic import SyntheticTokens
 from octopipe.runtime.training.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octopipe.huggingface.inputs import InputForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +59,12 @@ def look(path: str, reading: Reading) -> None:
         megatron_file.read_megatron(path, dtype=reading.dtype)
     elif Path(path).suffix in (".npy", ".bin"):
         token_file.look(path, reading.dtype)
+    elif is_samples(path):
+        return
     else:
         raise OctoPipeError(
             f"{shown(path)}: not a supported kind of data; give a .jsonl (with --tokenizer), .npy or .bin, "
-            "Megatron's .bin with its .idx, or a folder of datasets' save_to_disk"
+            "Megatron's .bin with its .idx, a folder of datasets' save_to_disk, or a folder of .npz samples"
         )
 
 
@@ -89,12 +96,30 @@ def open_source(
     apart: bool = False,
     shuffle: bool = True,
     tell: Tell = _silent,
+    form: InputForm | None = None,
 ) -> Source:
-    """The samples at a path, or synthetic ones without a path."""
+    """The samples at a path, or synthetic ones without a path. `form`: what a model with a tower or an encoder takes
+    beside tokens."""
     if path is None:
         return SyntheticTokens(vocab=vocab, seq=seq, seed=seed)
+    check_form(path, form)
+    if form is not None and is_samples(path):
+        return Samples(path, vocab=vocab, seed=seed, form=form, shuffle=shuffle)
     corpus = read(path, reading or Reading(), vocab=vocab, tell=tell)
     return Windows(corpus, vocab=vocab, seq=seq, seed=seed, apart=apart, shuffle=shuffle)
+
+
+def check_form(path: str, form: InputForm | None) -> None:
+    """Raise where the data is of another kind than the model's."""
+    if form is None and is_samples(path):
+        raise OctoPipeError(f"{shown(path)} holds samples for models with a tower or an encoder; give tokens or text")
+    if form is None or is_samples(path):
+        return
+    if form.decodes or any(form.items(len(form.images) or 1)):
+        raise OctoPipeError(
+            f"{shown(path)} holds tokens alone, and the model reads more; give a folder of .npz samples"
+            + ("" if form.decodes else ", or --images 0 to train on text")
+        )
 
 
 def _tokenizer(path: str, reading: Reading) -> Tokenizer:

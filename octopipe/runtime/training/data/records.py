@@ -40,8 +40,12 @@ def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...
     if not isinstance(record, Mapping):
         raise OctoPipeError(f"{where}: not an object with {' and '.join(fields)}")
     for name in fields:
-        if not isinstance(record.get(name), str):
-            raise OctoPipeError(f"{where}: {name!r} is {'missing' if name not in record else 'no text'}")
+        if name not in record:
+            have = ", ".join(sorted(map(str, record))[:8]) or "nothing"
+            raise OctoPipeError(f"{where}: {name!r} is missing; this record has {have}")
+        if not isinstance(record[name], str):
+            found = "null" if record[name] is None else f"a value of type {type(record[name]).__name__}"
+            raise OctoPipeError(f"{where}: {name!r} is {found}, not text; write a string")
     return tuple(record[name] for name in fields)
 
 

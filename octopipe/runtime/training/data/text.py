@@ -76,7 +76,9 @@ def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
                     continue
                 try:
                     yield number, decode(line)
-                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                except UnicodeError:
+                    raise OctoPipeError(f"{where} line {number}: not UTF-8; save the file as UTF-8") from None
+                except (msgspec.MsgspecError, RecursionError) as error:
                     why = " ".join(str(error).split())[:120]
                     raise OctoPipeError(f"{where} line {number}: not valid JSON ({why})") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:

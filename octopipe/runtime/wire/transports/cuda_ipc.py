@@ -23,13 +23,12 @@ from octopipe.runtime.wire.transports.arenas import Arenas
 from octopipe.runtime.wire.transports.lanes import Lane
 from octopipe.runtime.wire.transports.mail import Box
 from octopipe.runtime.wire.transports.ordered import OrderedTransport
-from octopipe.runtime.wire.transports.ring import RingReceiver, RingSender, proceed_all, wait_on_host
+from octopipe.runtime.wire.transports.ring import proceed_all, wait_on_host
+from octopipe.runtime.wire.transports.ring_setup import Rings, open_rings
 
 CHUNK_BYTES = 4 << 20
 """Several to a message, so that the way in of one and the way out of the one before it overlap."""
 CHUNKS = 16
-
-Pair = tuple[int, int]
 
 
 class IpcTransport(OrderedTransport):
@@ -49,57 +48,39 @@ class IpcTransport(OrderedTransport):
         super().__init__(world, device, timeout_s=timeout_s)
         self.delivery.meanwhile = self._meanwhile
         self._world, self._shape = world, (chunks, chunk_bytes)
-        self._senders: dict[int, RingSender] = {}
-        self._receivers: dict[int, RingReceiver] = {}
+        self._rings = Rings({}, {})
         self._arenas = Arenas(device)
 
     def open(self, program: RankProgram) -> None:
         super().open(program)
         slots = program.slots
-        me = self._world.rank
-        targets = sorted({s.peer for s in slots if s.sending})
-        sources = sorted({s.peer for s in slots if not s.sending})
-        made: dict[tuple[str, Pair], Tensor] = {}
-        for peer in sources:
-            made["arena", (peer, me)] = self._arenas.arena(self._shape)
-            made["filled", (peer, me)] = self._arenas.counter()
-            made["queued", (peer, me)] = self._arenas.host_zeros((2,), torch.int64)
-        for peer in targets:
-            made["freed", (me, peer)] = self._arenas.counter()
-        shown = self._world.gather({key: self._arenas.show(tensor) for key, tensor in made.items()})
-        for peer in targets:
-            arena, filled = (self._arenas.see(shown[peer][name, (me, peer)]) for name in ("arena", "filled"))
-            queued = self._arenas.see_host(shown[peer]["queued", (me, peer)])
-            self._senders[peer] = RingSender(
-                arena, filled, made["freed", (me, peer)], queued, self._lane(), self._until
-            )
-        for peer in sources:
-            freed = self._arenas.see(shown[peer]["freed", (peer, me)])
-            arena, filled, queued = (made[name, (peer, me)] for name in ("arena", "filled", "queued"))
-            self._receivers[peer] = RingReceiver(arena, filled, freed, queued, self._lane(), self._until)
-        self._world.gather(None)  # everybody has seen everything
-        self._arenas.all_seen()
-
-    def _lane(self) -> Lane:
-        return self._arenas.lane()
+        self._rings = open_rings(
+            self._arenas,
+            rank=self._world.rank,
+            targets=sorted({s.peer for s in slots if s.sending}),
+            sources=sorted({s.peer for s in slots if not s.sending}),
+            new_arena=lambda: self._arenas.arena(self._shape),
+            gather=self._world.gather,
+            until=self._until,
+        )
 
     # -- bodies ----------------------------------------------------------------------------------------
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         self.waiting = slot
-        work = self._senders[slot.peer].send(tensor)
+        work = self._rings.senders[slot.peer].send(tensor)
         self.waiting = None
         return work
 
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
         self.waiting = slot
-        work = self._senders[slot.peer].skip(leaf.nbytes)
+        work = self._rings.senders[slot.peer].skip(leaf.nbytes)
         self.waiting = None
         return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer = self._empty(leaf)
-        return buffer, self._receivers[slot.peer].receive(buffer, lambda lane: self._arriving(slot, lane))
+        return buffer, self._rings.receivers[slot.peer].receive(buffer, lambda lane: self._arriving(slot, lane))
 
     def _arriving(self, slot: Slot, lane: Lane) -> None:
         """Called when everything that brings a body has been queued on its lane."""
@@ -120,7 +101,7 @@ class IpcTransport(OrderedTransport):
 
     @property
     def _pending(self) -> bool:
-        return any(ring.pending for ring in self._receivers.values())
+        return any(ring.pending for ring in self._rings.receivers.values())
 
     def _proceed(self) -> None:
         proceed_all()
@@ -130,6 +111,5 @@ class IpcTransport(OrderedTransport):
 
     def close(self) -> None:
         super().close()
-        for ring in self._receivers.values():
-            ring.close()
+        self._rings.close()
         self._arenas.close()

@@ -50,7 +50,8 @@ class Lane(ABC):
 
     @abstractmethod
     def done(self) -> Any:
-        """A handle: its `wait(timeout)` makes the computation wait for what was queued so far."""
+        """A handle: its `wait(timeout)` makes the computation wait for what was queued so far, and `over()` says
+        whether that would make the host wait."""
 
     @abstractmethod
     def close(self, patience_s: float) -> bool:
@@ -65,6 +66,9 @@ class _Done:
 
     def __init__(self, event: threading.Event):
         self._event = event
+
+    def over(self) -> bool:
+        return self._event.is_set()
 
     def wait(self, timeout: timedelta) -> None:
         if not self._event.wait(timeout.total_seconds()):
@@ -138,6 +142,9 @@ class _Event:
 
     def __init__(self, event: Any):
         self._event = event
+
+    def over(self) -> bool:
+        return True
 
     def wait(self, timeout: timedelta | None = None) -> None:
         torch.cuda.current_stream().wait_event(self._event)  # the device waits, not the host

@@ -1,6 +1,6 @@
 """Mailboxes: messages between ranks of one host through shared memory.
 
-Knows: boxes of a fixed size in files that two ranks map, an overflow area ("yard") for larger messages, how to sleep
+Knows: boxes of a fixed size in files that two ranks map, an overflow area for larger messages, how to sleep
 until a box is filled, and how a dead or finished peer is detected. Does not know: what messages mean (`headed`).
 
 A message over gloo costs both ends system calls of twenty microseconds or more, as much as everything else that the
@@ -9,10 +9,10 @@ kilobytes this is a tenth of the cost of a socket.
 
 Every transfer has its own box, which is used once per step. The sender writes the message and then its number; the
 receiver sleeps on the number (a futex), copies the message and records the number as taken. The next message waits for
-that. A message that does not fit into a box is placed in the yard, whose memory the sender allocates and frees; the box
-contains its position. The yard grows with the messages in flight, and a message for which it has no space is sent
-later, without it (see `headed`). The files have no names (see `shared`). A sender holds a lock on its file: when it
-dies, the lock is released, and a receiver that has slept for a while notices this.
+that. A message that does not fit into a box is placed in the overflow area, whose memory the sender allocates and
+frees; the box contains its position. The area grows with the messages in flight, and a message for which it has no
+space is sent later, without it (see `headed`). The files have no names (see `shared`). A sender holds a lock on its
+file: when it dies, the lock is released, and a receiver that has slept for a while notices this.
 
 Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) separates a message from its
 number when it is sent, the number from the message when it is read, the reading from the number that confirms it, and
@@ -45,7 +45,7 @@ LINE = 64
 SENT, TAKEN, LENGTH, PLACE = range(4)
 """Words of a box: the number of the last message, of the last one taken, bytes of the message, and where in the file
 its bodies lie (counted in lines; 0: nowhere)."""
-YARD_BYTES = 32 << 20
+OVERFLOW_BYTES = 32 << 20
 """The most that can be under way in bodies from one rank to another."""
 BODIES_BYTES = 4 << 20
 """The most that one message may put there."""
@@ -75,13 +75,13 @@ _slice = _Time(0, int(LOOK_EVERY_S * 1e9))
 _slice_at = ctypes.addressof(_slice)
 
 
-class Yard:
-    """Who lies where in the memory behind the boxes. Only the sender keeps one."""
+class OverflowArea:
+    """Which message lies where in the memory behind the boxes. Only the sender keeps this record."""
 
     def __init__(self, file: int, start: int):
         self._file, self._start = file, start
         self._end = 0
-        """Bytes of the yard that the file has so far."""
+        """Bytes of the overflow area that the file has so far."""
         self._free: list[tuple[int, int]] = []
         """Sizes and places of what was given back."""
         self._lent: list[tuple[int, int, Box, int]] = []
@@ -103,11 +103,11 @@ class Yard:
             chosen = min(fits)
             self._free.remove(chosen)
         else:
-            if not still and self._end + size > YARD_BYTES:  # sizes have changed: begin anew
+            if not still and self._end + size > OVERFLOW_BYTES:  # sizes have changed: begin anew
                 self._free, self._end = [], 0
             chosen = (size, self._start + self._end)
             try:
-                if self._end + size > YARD_BYTES:
+                if self._end + size > OVERFLOW_BYTES:
                     return 0
                 os.posix_fallocate(self._file, chosen[1], size)  # no room is an error now, not a fault later
             except OSError:
@@ -124,9 +124,10 @@ class Shelf:
         """`at`: where the other end has made it; without it, it is made here."""
         self._stride = LINE + room
         front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
-        size = front + YARD_BYTES
+        size = front + OVERFLOW_BYTES
         if at is None:
-            self._file, self.address_elsewhere = make_shared(size, reserve=front)  # the yard gets memory as it is used
+            # The overflow area gets memory as it is used.
+            self._file, self.address_elsewhere = make_shared(size, reserve=front)
         else:
             self._file, self.address_elsewhere = open_shared(at), at
         try:
@@ -139,7 +140,7 @@ class Shelf:
             os.close(self._file)
             raise
         self._boxes = boxes
-        self.yard = Yard(self._file, front)
+        self.overflow = OverflowArea(self._file, front)
         self.words = memoryview(self._map).cast("I")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -214,7 +215,7 @@ class Box:
             ctypes.memmove(self.address + LINE, pointer, nbytes)
         place = 0
         if bodies:
-            place = self._shelf.yard.find(sum(x[2] for x in bodies), self, number)
+            place = self._shelf.overflow.find(sum(x[2] for x in bodies), self, number)
             to = self._shelf.address + place
             for body, size, room in bodies if place else ():
                 ctypes.memmove(to, body, size)

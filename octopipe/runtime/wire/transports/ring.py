@@ -26,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,16 +39,33 @@ FILLED, FREED = range(2)
 
 Until = Callable[[Callable[[], bool]], None]
 """Waits on the host until something holds, and lets receives go on meanwhile."""
-_receivers: weakref.WeakSet[RingReceiver] = weakref.WeakSet()
+
+
+class Proceeds(Protocol):
+    """Has work that can be queued as soon as another host has come far enough."""
+
+    def proceed(self) -> None: ...
+
+
+_proceeding: weakref.WeakSet[Proceeds] = weakref.WeakSet()
 """All of this process: whatever its host waits for, the copies that other hosts wait for are queued meanwhile. A
 pipeline's own rings and those of an expert group could otherwise wait for each other, each for a host that is with the
 other."""
 
 
+def register(one: Proceeds) -> None:
+    """From now on `proceed_all` includes it, until `unregister` or until nobody else refers to it."""
+    _proceeding.add(one)
+
+
+def unregister(one: Proceeds) -> None:
+    _proceeding.discard(one)
+
+
 def proceed_all() -> None:
-    """Queue the copies of all chunks that have been filled, on all rings of this process."""
-    for ring in tuple(_receivers):
-        ring.proceed()
+    """Queue everything that no longer has to wait for another host, on all rings of this process."""
+    for one in tuple(_proceeding):
+        one.proceed()
 
 
 def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[], bool]) -> None:
@@ -87,6 +104,45 @@ class _RingEnd:
 class RingSender(_RingEnd):
     """The end that fills chunks in the other process's arena."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pending: deque[Callable[[], None]] = deque()
+        """Copies of posted tensors that are not queued yet, in the order of their chunks."""
+
+    def post(self, tensor: Tensor) -> Passage:
+        """Like `send`, but the host never waits: chunks for which the arena has no room are queued by `proceed`.
+
+        A ring is used with `post` or with `send` and `skip`, not with both. The tensor must not change until the
+        returned passage is over.
+        """
+        if not self._pending:
+            register(self)
+        data, passage, mark = as_bytes(tensor), Passage(self._until), self.lane.now()
+        for start, stop in self._parts(tensor.nbytes):
+
+            def copy(start: int = start, stop: int = stop) -> None:
+                if start == 0:
+                    self.lane.after(mark)
+                self._next()
+                self.lane.copy(self.arena[self.number % self.chunks, : stop - start], data[start:stop])
+                self._fill()
+                if stop == data.numel():
+                    passage.work = self.lane.done()
+
+            self._pending.append(copy)
+        self.proceed()
+        return passage
+
+    def proceed(self) -> None:
+        """Queue the copies of all posted chunks for which the arena has room."""
+        while self._pending and (self.number < self.chunks or self._queued[FREED] >= self.number + 1 - self.chunks):
+            self._pending.popleft()()
+
+    def close(self) -> None:
+        """Nothing further is queued."""
+        unregister(self)
+        self._pending.clear()
+
     def send(self, tensor: Tensor) -> Any:
         """Queue a contiguous tensor; keep it until the returned handle was waited for."""
         data = as_bytes(tensor)
@@ -124,8 +180,8 @@ class RingSender(_RingEnd):
         self._queued[FILLED] = self.number
 
 
-class Arrival:
-    """A receive: queued chunk by chunk as the sender's host comes along."""
+class Passage:
+    """A receive, or a posted send: queued chunk by chunk as the other end's host comes along."""
 
     __slots__ = ("_until", "work")
 
@@ -133,6 +189,10 @@ class Arrival:
         self._until = until
         self.work: Any = None
         """What to wait for, once everything is queued."""
+
+    def over(self) -> bool:
+        """Whether `wait` would return without making the host wait."""
+        return self.work is not None and self.work.over()
 
     def wait(self, timeout: timedelta) -> None:
         if self.work is None:
@@ -149,15 +209,15 @@ class RingReceiver(_RingEnd):
         """Copies out that are not queued yet, in the order of their chunks."""
         self._first = 1
         """The chunk of the first of them."""
-        _receivers.add(self)
+        register(self)
 
     def close(self) -> None:
         """Nothing further is queued."""
-        _receivers.discard(self)
+        unregister(self)
 
-    def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Arrival:
+    def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Passage:
         """A receive into a contiguous buffer; `arrived` is called when its last copy has been queued."""
-        data, arrival = as_bytes(buffer), Arrival(self._until)
+        data, passage = as_bytes(buffer), Passage(self._until)
         before = self.lane.now()  # the buffer's memory may still be in use by what was computed before
         parts = list(self._parts(buffer.nbytes))
         for start, stop in parts:
@@ -173,11 +233,11 @@ class RingReceiver(_RingEnd):
                 if stop == data.numel():
                     if arrived is not None:
                         arrived(self.lane)
-                    arrival.work = self.lane.done()
+                    passage.work = self.lane.done()
 
             self._pending.append(copy)
         self.proceed()
-        return arrival
+        return passage
 
     @property
     def pending(self) -> bool:

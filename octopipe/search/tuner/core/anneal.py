@@ -29,31 +29,32 @@ from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.settings import SETTINGS
 
 KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, HALT, NUM_TASKS = range(8)
-"""What `walk` is asked for: keys of the population to be judged, variants of them, keys to be drawn and to be bred;
-then so many moves. Another thread may set HALT while it runs: it then returns after the schedule it is judging."""
+"""These are the places in the task of `walk`: how many keys of the population it evaluates, how many variants of them,
+how many new keys and how many children, and then how many moves it makes. Another thread may set HALT while `walk`
+runs; it then returns after the schedule that it is evaluating."""
 HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
-"""What `walk` reads and writes: temperature as a share of the score, the member's step time and score, the best step
-time seen, the least load possible, and a step time beyond which keys are not worth judging."""
+"""These are the places in what `walk` reads and writes: the temperature as a share of the score, the step time and the
+score of the member, the best step time seen, the smallest possible load, and a step time beyond which keys are not
+worth evaluating."""
 
 TRIES, REJUDGED = SETTINGS.tries, SETTINGS.rejudged
 PROMISING = LAPS - 3
-"""The lap that a schedule must have come to for other keys to be tried."""
-NEAR, BEHIND, ROOM, COMPOUND = SETTINGS.near, SETTINGS.behind, SETTINGS.room, SETTINGS.compound
-MEAN, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.slack, SETTINGS.full_race
-FULL_LOAD, RELIEF, RELIEF_OFTEN = SETTINGS.full, SETTINGS.relief, SETTINGS.relief_often
-LITTLE, MEMORY_WEIGHT = SETTINGS.little, SETTINGS.memory_weight
-BALANCE_HOT, BALANCE_MIGRATE = SETTINGS.balance_hot, SETTINGS.balance_migrate
+"""Other keys are tried only if the schedule under the first keys reached this lap."""
+NEAR, BEHIND, ROOM, SOMETIMES = SETTINGS.near, SETTINGS.behind, SETTINGS.room, SETTINGS.sometimes
+MEAN, SLACK, ANY_PACE = SETTINGS.mean_weight, SETTINGS.slack, SETTINGS.any_pace
+RELIEF, LITTLE, BALANCE_HOT = SETTINGS.relief, SETTINGS.little, SETTINGS.balance_hot
 
 
 @njit
 def threshold(value, temperature, rng):  # type: ignore[no-untyped-def]
-    """What a move may come to: the value plus an exponential number of this mean."""
+    """The largest value that a move may lead to: the present value plus an exponentially distributed random number with
+    this mean."""
     return value - temperature * np.log(max(uniform(rng), 1e-300))
 
 
 @njit
 def write_line(log, lines, i, move, before, after):  # type: ignore[no-untyped-def]
-    """Log an improvement, while there is room; returns how many lines there are."""
+    """Append an improvement to the log if there is space for it; returns the number of lines."""
     if lines == log.shape[0]:
         return lines
     log[lines, 0] = i
@@ -65,14 +66,15 @@ def write_line(log, lines, i, move, before, after):  # type: ignore[no-untyped-d
 
 @njit
 def room(step_ms, work):  # type: ignore[no-untyped-def]
-    """How busy a rank may be without making the others' orders pointless."""
+    """The load up to which a rank leaves the other ranks enough freedom for their orders to matter."""
     return work + ROOM * max(step_ms - work, 0.0)
 
 
 @njit
 def rate(step_ms, pace, ranks, load, work):  # type: ignore[no-untyped-def]
-    """A score: the step time, a little of the ranks' mean finish as seen after nine tenths of the ops, and by how much
-    the busiest rank's `load` exceeds what there is room for (`work`: the least load possible)."""
+    """The score of a schedule: its step time, plus a small weight of the ranks' mean finish time (extrapolated after
+    nine tenths of the ops), plus the amount by which the load of the busiest rank exceeds `room` (`work` is the
+    smallest possible load)."""
     mean = min(pace[LAPS - 2] / ranks, step_ms)
     return (1.0 - MEAN) * step_ms + MEAN * mean + max(load - room(step_ms, work), 0.0)
 
@@ -85,10 +87,11 @@ def judge(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, value, log):  # type: ignore[no-untyped-def]
-    """Breed keys on a structure, judge it, then anneal it; returns (schedules judged, lines of `log`).
+    """Breed keys for a structure, evaluate it, then anneal it. Returns the number of schedules evaluated and of lines
+    in `log`.
 
-    The structure, its population and its pace change in place; `best` and `best_keys` receive what is better than
-    value[BEST_MS]. `back` is room. The scratch is left with the orders of the best keys.
+    The structure, its population of keys and its pace change in place. `best` and `best_keys` receive whatever is
+    better than value[BEST_MS]. `back` is working space. On return, the scratch holds the orders for the best keys.
     """
     keys, chosen = np.zeros(NUM_KEYS), np.zeros(NUM_KEYS)
     limit = np.full(LAPS, np.inf)
@@ -118,13 +121,13 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
         # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
         limit_ms = (cutoff - MEAN * (1.0 - BEHIND) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
         target = room(limit_ms, work)
-        if step_ms <= load * (1.0 + FULL_LOAD) and uniform(rng) < RELIEF_OFTEN:
+        if step_ms <= load * (1.0 + 0.1 * RELIEF) and uniform(rng) < SOMETIMES:
             target = step_ms * (1.0 - RELIEF * uniform(rng))
         found, tried = np.inf, 0
         busiest = repair(p, st, rng, target, sc)
         if busiest <= limit_ms:
             late = ranks * (cutoff - score + SLACK * score)
-            if uniform(rng) < FULL_RACE:
+            if uniform(rng) < ANY_PACE:
                 late = np.inf
             for lap in range(LAPS):
                 limit[lap] = pace[lap] + late
@@ -149,8 +152,8 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
 
 @njit
 def breed(p, st, population, values, keys, limit, sc, rng, task, value):  # type: ignore[no-untyped-def]
-    """Judge keys on a structure as the task asks (known ones, variants of them, new ones, children) and keep the best
-    in the population, sorted; returns how many were judged. `keys` is room."""
+    """Evaluate keys on a structure as the task says (known keys, variants of them, new keys, children) and keep the
+    best in the population, sorted by step time. Returns the number of keys evaluated. `keys` is working space."""
     judged, known, last = 0, task[KNOWN], values.size - 1
     fresh = known + task[NEAR_KNOWN]
     for i in range(fresh + task[DRAWN] + task[BRED]):
@@ -180,9 +183,10 @@ def breed(p, st, population, values, keys, limit, sc, rng, task, value):  # type
 
 @njit
 def propose(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
-    """A change in place, now and then several at once; the first move that applied, or -1."""
+    """Change the structure in place by one random move, or occasionally by several. Returns the first move that
+    applied, or -1."""
     move = change(p, st, rng, may_recompute, critical)
-    while uniform(rng) < COMPOUND:
+    while uniform(rng) < SOMETIMES:
         more = change(p, st, rng, may_recompute, critical)
         if move < 0:
             move = more
@@ -191,8 +195,8 @@ def propose(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def
 
 @njit
 def try_keys(p, st, population, values, keys, chosen, limit, sc, rng, cutoff, limit_ms, load, work):  # type: ignore[no-untyped-def]
-    """Judge a changed structure under the best keys, then under children while it is promising; returns the best score
-    and how many were judged, and leaves the keys it was found with in `chosen`. `keys` is room."""
+    """Evaluate a changed structure under the best keys and, while the result is promising, under children of them.
+    Returns the best score and the number of evaluations; `chosen` receives the best keys. `keys` is working space."""
     found, tried = np.inf, 0
     for t in range(TRIES):
         if t == 0:
@@ -212,7 +216,7 @@ def try_keys(p, st, population, values, keys, chosen, limit, sc, rng, cutoff, li
 
 @njit
 def sort_keys(population, values):  # type: ignore[no-untyped-def]
-    """A population by its step times."""
+    """Sort a population of keys by step time."""
     keys = np.zeros(NUM_KEYS)
     for i in range(1, values.size):
         value = values[i]
@@ -228,10 +232,12 @@ def sort_keys(population, values):  # type: ignore[no-untyped-def]
 
 @njit
 def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  # type: ignore[no-untyped-def]
-    """Judge the best of a population again, on a structure that was accepted under `keys`, and breed it a little.
+    """Evaluate the best keys of a population again, on a structure that was accepted under `keys`, and breed a few
+    children.
 
-    The others remain as parents behind them: to judge all of them every time took longer than the walk itself. Returns
-    step time and score under the best keys and the rank that finishes last; `pace` becomes theirs.
+    The other keys stay in the population as parents, without being evaluated: evaluating all of them every time took
+    longer than the walk itself. Returns step time and score under the best keys and the rank that finishes last; `pace`
+    becomes the pace of these keys.
     """
     ranks = p.count[RANKS]
     before = population.copy()
@@ -268,9 +274,11 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
 
 @njit
 def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
-    """The work bound, plus what memory exceeds, plus a little for uneven stages.
+    """What `balance` minimises: the work bound, plus a penalty for exceeding memory, plus a small penalty for uneven
+    stages.
 
-    Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
+    Memory is estimated with Little's law: a stage holds as many micro-batches as pass through it between the F and the
+    I of one of them.
     """
     value = work_bound(p, st, sc)
     uneven = 0.0
@@ -287,21 +295,21 @@ def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped
         uneven += took * took / wanted[s]
     for r in range(p.count[RANKS]):
         if sc.mine[r, OWED] > p.rank[CAPACITY, r]:
-            value *= 1.0 + (sc.mine[r, OWED] / p.rank[CAPACITY, r] - 1.0) * MEMORY_WEIGHT
+            value *= 0.5 + 0.5 * sc.mine[r, OWED] / p.rank[CAPACITY, r]
     whole = p.layer[FORWARD, 0, last] + tilt * p.layer[INPUT, 0, last]
     return value * (1.0 + even * (np.sqrt(uneven) / max(whole, 1e-12) - 1.0))
 
 
 @njit
 def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
-    """Anneal the boundaries on the imbalance; stages keep their ranks. `back` is room."""
+    """Anneal the stage boundaries on their imbalance; stages keep their ranks. `back` is working space."""
     current = best = imbalance(p, st, sc, even, tilt, rising, wanted)
     kept = st.copy()
     for i in range(iterations):
         back[:] = st
         moved = False
         for _ in range(1 + below(rng, 2)):
-            moved = (migrate(st, rng, -1) if uniform(rng) < BALANCE_MIGRATE else shift(st, rng)) or moved
+            moved = (migrate(st, rng, -1) if uniform(rng) < 0.5 else shift(st, rng)) or moved
         if not moved:
             continue
         value = imbalance(p, st, sc, even, tilt, rising, wanted)

@@ -32,17 +32,18 @@ from octopipe.search.tuner.core.rows import (
 from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 
 LAPS = 10
-"""A schedule's pace is read after so many equal parts of its ops."""
+"""The pace of a schedule is recorded after each of this many equal parts of its ops."""
 NONE = -1
-"""No slot."""
+"""This stands for no slot."""
 
 
 @njit
 def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
-    """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`.
+    """List scheduling: build the orders and return the step time, or infinity on deadlock or as soon as the step must
+    exceed `cutoff`.
 
-    `pace_limit`: give up as well where the pace after a lap is beyond this (infinite: never). What a decision reads
-    stands together in one row per stage and is renewed only when something about that stage has changed.
+    Also gives up if the pace after a lap exceeds `pace_limit` (infinite: never). Everything that a decision reads is
+    kept in one row per stage, which is updated only when something about that stage changes.
     """
     inf = np.inf
     if work_bound(p, st, sc) > cutoff or not price(p, st, sc):
@@ -108,7 +109,8 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def keeps_pace(p, pace_limit, lap, t, sc):  # type: ignore[no-untyped-def]
-    """Whether the ranks' ends, as far as they are known, add up to no more than the walker's did after this lap."""
+    """Whether the sum of the ranks' finish times, as far as they are known, is no larger than it was after this lap in
+    the walk's present schedule."""
     projected = 0.0
     for q in range(p.count[RANKS]):
         projected += max(sc.mine[q, FREE], t) + sc.mine[q, LEFT]
@@ -118,7 +120,7 @@ def keeps_pace(p, pace_limit, lap, t, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def choose(p, st, keys, r, t, sc):  # type: ignore[no-untyped-def]
-    """What a rank runs at time t: its slot, or NONE where it waits; the op's kind; and until when it waits."""
+    """What a rank runs at time t: its slot (NONE if it waits), the kind of the op, and until when it waits."""
     row, num, mine, cost, inf = sc.row, sc.num, sc.mine, sc.price, np.inf
     bank, look, over = keys[BANK], keys[LOOK] * p.number[UNIT], keys[W_OVER] * p.number[UNIT]
     me, vary, v = num.shape[0] - p.count[RANKS] - 1 + r, p.count[VARIANTS] > 1, 0
@@ -193,14 +195,14 @@ def choose(p, st, keys, r, t, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def wake(sc, r, q, at_rank, at):  # type: ignore[no-untyped-def]
-    """A rank that waits looks again when something arrives from another rank."""
+    """Let a waiting rank decide again when something from another rank arrives."""
     if q != r and sc.num[at_rank + q, IDLE] == 1:
         sc.mine[q, CLOCK] = min(sc.mine[q, CLOCK], max(at, sc.mine[q, FREE]))
 
 
 @njit
 def run_forward(p, st, keys, r, k, t, sc):  # type: ignore[no-untyped-def]
-    """Run the next F of a slot: its micro-batch and its end."""
+    """Run the next F of a slot; returns its micro-batch and its end."""
     slope_f = keys[A_F]
     row, num, mine, cost, arrive, inf = sc.row, sc.num, sc.mine, sc.price, sc.arrive, np.inf
     M, stages = p.count[MICRO_BATCHES], st[SIZE, 0]
@@ -247,7 +249,8 @@ def run_forward(p, st, keys, r, k, t, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def run_input_gradient(p, st, keys, r, k, t, sc):  # type: ignore[no-untyped-def]
-    """Run the next I of a slot, after the R that it still needs: its micro-batch and its end."""
+    """Run the next I of a slot, preceded by the R that it needs if that has not run; returns its micro-batch and its
+    end."""
     slope_i = keys[A_I]
     row, num, mine, cost, arrive, inf = sc.row, sc.num, sc.mine, sc.price, sc.arrive, np.inf
     M, stages = p.count[MICRO_BATCHES], st[SIZE, 0]
@@ -309,7 +312,7 @@ def run_input_gradient(p, st, keys, r, k, t, sc):  # type: ignore[no-untyped-def
 
 @njit
 def run_weight_gradient(p, st, r, k, t, sc):  # type: ignore[no-untyped-def]
-    """Run the next W of a slot: its micro-batch and its end."""
+    """Run the next W of a slot; returns its micro-batch and its end."""
     row, num, mine, cost = sc.row, sc.num, sc.mine, sc.price
     M, vary = p.count[MICRO_BATCHES], p.count[VARIANTS] > 1
     s, me = num[k, NUM_STAGE], num.shape[0] - p.count[RANKS] - 1 + r
@@ -329,7 +332,7 @@ def run_weight_gradient(p, st, r, k, t, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def run_again(p, st, r, k, t, sc):  # type: ignore[no-untyped-def]
-    """Run the next R of a slot: its micro-batch and its end."""
+    """Run the next R of a slot; returns its micro-batch and its end."""
     num, mine, cost, stages = sc.num, sc.mine, sc.price, st[SIZE, 0]
     s, v, vary = num[k, NUM_STAGE], 0, p.count[VARIANTS] > 1
     m = num[k, NEXT_R]

@@ -25,29 +25,28 @@ from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS
 from octopipe.simulation.timing import DROPPED, FOR_F, FOR_I, NEVER, hand_on, note_run, start_of
 
 MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SWAP, ADVANCE, MOVE_OP = range(len(ORDER_MOVES))
-REACH_OF_MOVE = tuple(float(x) for x in np.cumsum([weight for _, _, weight in ORDER_MOVES]))
-REACH, REACH_W, ON_CRITICAL = SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
-COMPOUND, LONGEST_RUN = SETTINGS.polish_compound, SETTINGS.longest_run
+REORDERING, OTHER, REACH = SETTINGS.reordering, SETTINGS.other_moves, SETTINGS.reach
+SOMETIMES, LONGEST_RUN = SETTINGS.sometimes, SETTINGS.longest_run
 
 
 class Orders(NamedTuple):
-    """Sequences of all ranks, packed as in Scratch."""
+    """The sequences of all ranks, packed as in `Scratch`."""
 
     seq: Any
     length: Any
 
 
 class Times(NamedTuple):
-    """What is known of the current orders' timing, refreshed whenever a move is taken."""
+    """The timing of the current orders, updated whenever a move is accepted."""
 
     end: Any
-    """[4, S, M]: when each op ends."""
+    """The shape is [4, S, M]: when each op ends."""
     where: Any
-    """[4, S, M]: the position of each op on its rank."""
+    """The shape is [4, S, M]: the position of each op on its rank."""
     path: Any
-    """[2, ops]: rank and position of the critical ops, last first."""
+    """The shape is [2, ops]: rank and position of the critical ops, the last one first."""
     spare: Any
-    """[ops]: room for a sequence being rebuilt."""
+    """The shape is [ops]: working space in which a sequence is rebuilt."""
 
 
 def make_orders(problem: Problem, max_stages: int) -> Orders:
@@ -73,9 +72,10 @@ def copy_orders(to, of):  # type: ignore[no-untyped-def]
 
 @njit
 def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped-def]
-    """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end.
+    """The step time of given orders; infinite on deadlock, if memory is exceeded, or beyond the cutoff. Fills `sc.end`.
 
-    `draw` >= 0: every op's and transfer's time is scaled by that draw of `factors`; optimizer and reductions are not.
+    If `draw` >= 0, the times of all ops and transfers are scaled by that draw of `factors`; the optimizer and the
+    gradient reductions are not scaled.
     """
     if not price(p, st, sc):
         return np.inf
@@ -150,8 +150,8 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
 
 @njit
 def begin_step(p, st, orders, unknown_work, sc):  # type: ignore[no-untyped-def]
-    """Nothing has run yet; returns how many ops there are. `unknown_work`: what ranks have left to do is not known
-    without adding it up, so nothing is given up early for it."""
+    """Reset the state to the beginning of a step; returns the number of ops. `unknown_work` means that the remaining
+    work of the ranks is not known in advance, so nothing can be abandoned early because of it."""
     size, ranks, inf, left = st[SIZE, 0], p.count[RANKS], np.inf, 0
     for s in range(size * st[ROUTES, 0]):
         for m in range(p.count[MICRO_BATCHES]):
@@ -170,7 +170,7 @@ def begin_step(p, st, orders, unknown_work, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def op_ms(cost, kind, s, v):  # type: ignore[no-untyped-def]
-    """How long an op takes; R as long as F."""
+    """The duration of an op. R takes as long as F."""
     if kind == KIND_I:
         return cost[I_MS, s, v]
     return cost[W_MS, s, v] if kind == KIND_W else cost[F_MS, s, v]
@@ -178,7 +178,7 @@ def op_ms(cost, kind, s, v):  # type: ignore[no-untyped-def]
 
 @njit
 def step_end(p, st, sc):  # type: ignore[no-untyped-def]
-    """When the step ends, given when every rank does; notes the rank that ends last."""
+    """The end of the step, given the end of every rank; records the rank that ends last."""
     last, ranks = 0.0, p.count[RANKS]
     for r in range(ranks):
         sc.mine[r, FREE] = sc.mine[r, CLOCK]
@@ -192,7 +192,7 @@ def step_end(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def]
-    """What orders are judged by: their step time, or its mean over all draws of `factors`."""
+    """The value that moves on orders minimise: the step time, or its mean over all draws of `factors`."""
     if st[ROUTES, 0] == 1 and work_bound(p, st, sc) > cutoff:
         return np.inf
     value = follow(p, st, orders, cutoff, factors, -1, sc)
@@ -206,7 +206,8 @@ def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def
 
 @njit
 def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-def]
-    """Every op's end, and the critical path; returns the path's length. Times the orders again where they jittered."""
+    """Record the end of every op and the critical path; returns the length of the path. If the last timing was
+    jittered, the orders are timed again without jitter."""
     size, ranks = st[SIZE, 0], p.count[RANKS]
     if factors.shape[0] > 0:
         follow(p, st, orders, np.inf, factors, -1, sc)
@@ -244,7 +245,7 @@ def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-de
 
 @njit
 def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
-    """Take the op at one position of a rank's sequence and put it at another."""
+    """Move the op at one position of a rank's sequence to another position."""
     code = orders.seq[r, at]
     step = 1 if to > at else -1
     i = at
@@ -256,7 +257,7 @@ def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
 
 @njit
 def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
-    """Move a stage to another rank; its ops are merged into that rank's sequence by their present ends."""
+    """Move a stage to another rank. Its ops are merged into that rank's sequence by their present end times."""
     of = st[RANK, s]
     kept = moved = 0
     for i in range(orders.length[of]):
@@ -287,12 +288,11 @@ def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
 
 @njit
 def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped-def]
-    """One random move in place; returns its number in ORDER_MOVES, or -1."""
+    """Apply one random move in place; returns its number in ORDER_MOVES, or -1."""
     n = st[SIZE, 0]
-    u = uniform(rng)
-    move = 0
-    while move < MOVE_OP and u >= REACH_OF_MOVE[move]:
-        move += 1
+    move = SWAP + below(rng, 3) if uniform(rng) < REORDERING else below(rng, MOVE_STAGE)
+    if uniform(rng) < OTHER:
+        move = MOVE_STAGE + below(rng, 2)
     if move <= SHIFT:
         s = pick(st, rng, critical) + below(rng, 2)
         e = s if move == MIGRATE else min(s + 1 + below(rng, LONGEST_RUN), n - 1)
@@ -317,12 +317,12 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
             return -1
         jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, REACH)))
         return move
-    r = critical if uniform(rng) < ON_CRITICAL else below(rng, p.count[RANKS])
+    r = critical if uniform(rng) < 0.5 else below(rng, p.count[RANKS])
     length = orders.length[r]
     if length < 2:
         return -1
     i = below(rng, length)
-    far = REACH_W if orders.seq[r, i] >> KIND_BITS == KIND_W else REACH
+    far = 3 * REACH if orders.seq[r, i] >> KIND_BITS == KIND_W else REACH
     to = min(max(i + below(rng, 2 * far) - far, 0), length - 1)
     if to == i:
         return -1
@@ -332,10 +332,11 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
 
 @njit
 def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, moves, heat, best_ms, log, factors):  # type: ignore[no-untyped-def]
-    """`moves` moves on fixed orders at temperature `heat` (a share of the step time); returns (step time of the
-    orders, the best, lines of `log`). `best_ms` infinite: begin with the orders as they are.
+    """Apply `moves` moves to fixed orders at temperature `heat` (a share of the step time). Returns the step time of
+    the orders, the best step time, and the number of lines in `log`. If `best_ms` is infinite, the walk starts from the
+    orders as they are.
 
-    With `factors` [draws, op or transfer, kind, stage, micro-batch] the mean under them is what counts.
+    With `factors` [draws, op or transfer, kind, stage, micro-batch], the mean over the draws is minimised.
     """
     lines = 0
     current = value_of(p, st, orders, np.inf, factors, sc)
@@ -351,7 +352,7 @@ def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, 
         back[:] = st
         copy_orders(back_orders, orders)
         move = alter(p, st, orders, times, path, rng, critical)
-        while uniform(rng) < COMPOUND:
+        while uniform(rng) < SOMETIMES:
             more = alter(p, st, orders, times, path, rng, critical)
             if move < 0:
                 move = more

@@ -22,21 +22,22 @@ from octopipe.search.tuner.core.problem import (
 from octopipe.search.tuner.settings import SETTINGS
 
 FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
-"""Micro-batches in flight: no limit; the same for all stages; as many as fill a share of each rank's memory; Little's
-law (time from F to I over the time per micro-batch)."""
+"""These rules limit the micro-batches in flight: no limit; the same number for all stages; as many as fill a share of
+the memory of each rank; Little's law (the time from F to I over the time per micro-batch)."""
 FIRST_I = -1e3
-"""C_I from which any I goes before any F."""
+"""With this value of C_I, any I goes before any F."""
 W_NEVER = 10.0
-"""W_OVER from which W waits until nothing else can run."""
+"""With this value of W_OVER, W waits until nothing else can run."""
 HALVINGS, WIDEST = 12, 4.0
-"""Of the interval in which a share of memory is looked for, and its upper end in full pipelines."""
+"""The number in flight that fills a share of memory is found by halving an interval this often; the second number is
+the upper end of the interval, in full pipelines."""
 K = SETTINGS.keys
-FRESH, VARIED, MOST_VARIED = SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
+FRESH, MOST_VARIED = SETTINGS.fresh, SETTINGS.most_varied
 
 
 @njit
 def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
-    """Priorities, limits and tolerances from the ranges in which good ones were seen."""
+    """Draw priorities, limits and tolerances from the ranges in `settings.KeyRanges`."""
     r = float(p.count[RANKS])
     limited = p.count[HAS_LIMIT] > 0
     keys[A_F] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
@@ -44,37 +45,32 @@ def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     keys[B_F] = (K.slope_width * uniform(rng) + K.slope_from) * r
     keys[B_I] = (K.slope_width * uniform(rng) + K.slope_from) * r
     keys[C_I] = FIRST_I if uniform(rng) < 0.5 else (K.i_width * uniform(rng) + K.slope_from) * r
-    far = K.look_long
-    keys[LOOK] = 0.0
-    if uniform(rng) >= 0.5:
-        keys[LOOK] = uniform(rng)
-        if uniform(rng) < K.short_look:
-            far = K.look_short
-        keys[LOOK] *= far
+    keys[LOOK] = 0.0 if uniform(rng) < 0.5 else K.look * uniform(rng) ** 4
     keys[RHO] = 1.0 if uniform(rng) < 0.5 else uniform(rng)
-    keys[W_OVER] = W_NEVER if uniform(rng) < K.w_last else K.w_over * uniform(rng)
-    keys[BANK] = 0.0 if not limited or uniform(rng) < K.no_bank else uniform(rng)
-    u = uniform(rng)
+    keys[W_OVER] = W_NEVER if uniform(rng) < K.rarely else K.w_over * uniform(rng)
+    keys[BANK] = uniform(rng) if limited and uniform(rng) < K.rarely else 0.0
+    # Every rule that makes sense is as likely as the others.
+    rule = below(rng, 3) if limited else 2 * below(rng, 2)
     keys[RULE_MORE] = 0.0
-    if not limited and u < K.free_rule:
+    if rule == 0 and not limited:
         keys[RULE], keys[RULE_SLACK] = FREE_RULE, 0.0
-    elif u < K.same_rule:
-        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, K.same_width) + K.same_from
-    elif u < K.share_rule and limited:
-        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, K.share_from + K.share_width * uniform(rng)
+    elif rule == 0:
+        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, K.flight_width) - K.flight_width // 3
+    elif rule == 1:
+        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, 1.0 + K.share_width * (uniform(rng) - 0.5)
     else:
         keys[RULE], keys[RULE_SLACK] = LITTLE_RULE, 10.0 ** (K.little_decades * uniform(rng))
-        keys[RULE_MORE] = K.more_from + K.more_width * uniform(rng)
+        keys[RULE_MORE] = 0.5 * K.flight_width * uniform(rng)
 
 
 @njit
 def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
-    """Change a few of the numbers."""
-    step = K.slope_step * p.count[RANKS]
+    """Change a few of the numbers at random."""
+    step = K.step * p.count[RANKS]
     for _ in range(1 + below(rng, MOST_VARIED)):
         k = below(rng, 9)
         if k <= 1:
-            keys[A_F if k == 0 else A_I] *= 10.0 ** (K.weight_step * bell(rng))
+            keys[A_F if k == 0 else A_I] *= 10.0 ** (K.step * bell(rng))
         elif k <= 3:
             keys[B_F if k == 2 else B_I] += step * bell(rng)
         elif k == 4:
@@ -83,23 +79,23 @@ def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
             else:
                 keys[C_I] += step * bell(rng)
         elif k == 5:
-            keys[LOOK] = 0.0 if uniform(rng) < K.look_off else abs(keys[LOOK] + K.look_step * bell(rng))
+            keys[LOOK] = 0.0 if uniform(rng) < K.rarely else abs(keys[LOOK] + K.step * K.w_over * bell(rng))
         elif k == 6:
-            keys[RHO] = min(max(keys[RHO] + K.reserve_step * bell(rng), 0.0), 1.0)
+            keys[RHO] = min(max(keys[RHO] + K.step * bell(rng), 0.0), 1.0)
         elif k == 7:
-            keys[W_OVER] = W_NEVER if uniform(rng) < K.w_last_again else K.w_over * uniform(rng)
+            keys[W_OVER] = W_NEVER if uniform(rng) < K.rarely else K.w_over * uniform(rng)
         elif keys[RULE] == SAME_RULE:
             keys[RULE_SLACK] = max(keys[RULE_SLACK] + (1.0 if uniform(rng) < 0.5 else -1.0), 1.0)
         elif keys[RULE] == SHARE_RULE:
-            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.share_step * bell(rng), K.least_slack)
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.share_step * bell(rng), 1.0 - K.share_width)
         elif keys[RULE] == LITTLE_RULE:
-            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.little_step * bell(rng), K.least_slack)
-            keys[RULE_MORE] += K.more_step * bell(rng)
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.step * bell(rng), 1.0 - K.share_width)
+            keys[RULE_MORE] += 0.5 * K.step * K.flight_width * bell(rng)
 
 
 @njit
 def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
-    """New keys from the first `count` of a population, the best of them most often."""
+    """Combine keys from the first `count` members of a population; better members are chosen more often."""
     if count == 0 or uniform(rng) < FRESH:
         draw_keys(p, keys, rng)
         return
@@ -113,13 +109,14 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
         if uniform(rng) < 0.5:
             for k in range(RULE, NUM_KEYS):
                 keys[k] = population[other, k]
-    if uniform(rng) < VARIED:
+    if uniform(rng) >= FRESH:
         vary_keys(p, keys, rng)
 
 
 @njit
 def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
-    """Sort keys into a population by the step time they gave, unless it is as good already or has such a one."""
+    """Insert keys into a population sorted by step time, unless the population is better already or contains keys with
+    this step time."""
     last = values.size - 1
     if not value < values[last]:
         return
@@ -137,7 +134,7 @@ def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
 
 @njit
 def count_of(values):  # type: ignore[no-untyped-def]
-    """How many members a population has."""
+    """The number of members of a population."""
     count = values.size
     while count > 0 and values[count - 1] == np.inf:
         count -= 1
@@ -146,7 +143,7 @@ def count_of(values):  # type: ignore[no-untyped-def]
 
 @njit
 def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
-    """Set a structure's micro-batches in flight by the keys' rule."""
+    """Set the maximum number of micro-batches in flight of every stage, according to the keys' rule."""
     n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
     rule, slack, more = keys[RULE], keys[RULE_SLACK], keys[RULE_MORE]
     if rule == SHARE_RULE:
@@ -164,16 +161,16 @@ def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
 
 @njit
 def way_back(p, a, last):  # type: ignore[no-untyped-def]
-    """Time from the F of a stage that begins at layer `a` to its I, if nothing waits."""
+    """The time from the F of a stage that begins at layer `a` to its I, if nothing waits."""
     return p.layer[FORWARD, 0, last] - p.layer[FORWARD, 0, a] + p.layer[INPUT, 0, last] - p.layer[INPUT, 0, a]
 
 
 @njit
 def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
-    """Let a rank's stages keep as many micro-batches in flight as fill this share of its memory.
+    """Let the stages of a rank keep as many micro-batches in flight as fill this share of its memory.
 
-    In proportion to the way from a stage's F to its I (Little's law), so that no stage takes the memory that the later
-    ones of its rank need for the same micro-batches.
+    The number is proportional to the time from a stage's F to its I (Little's law), so that no stage takes the memory
+    that later stages of the rank need for the same micro-batches.
     """
     n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
     room = p.rank[CAPACITY, rank]

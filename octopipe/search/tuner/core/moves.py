@@ -15,18 +15,15 @@ from octopipe.search.tuner.core.problem import (
 from octopipe.search.tuner.settings import SETTINGS, STRUCTURE_MOVES
 
 (
-    MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, ROTATE, EXCHANGE_RANKS, SPLIT, MERGE, RECOMPUTE, REORDER,
+    MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SPLIT, MERGE, ROTATE, EXCHANGE_RANKS, RECOMPUTE, REORDER,
 ) = range(len(STRUCTURE_MOVES))  # fmt: skip
-REACH = tuple(float(x) for x in np.cumsum([weight for _, _, weight in STRUCTURE_MOVES]))
-BY_TWO, LONGEST_RUN, VISIT = SETTINGS.by_two, SETTINGS.longest_run, SETTINGS.visit
-CHANGE_PLACES, OTHER = SETTINGS.change_places, SETTINGS.other_moves
-STAY, STAY_WIDTH = SETTINGS.stay, SETTINGS.stay_width
-REPAIR_MOVES, REPAIR_RUN = SETTINGS.repair_moves, SETTINGS.repair_run
+MIGRATING, OTHER, SOMETIMES = SETTINGS.migrating, SETTINGS.other_moves, SETTINGS.sometimes
+LONGEST_RUN, REPAIR_MOVES = SETTINGS.longest_run, SETTINGS.repair_moves
 
 
 @njit
 def pick(st, rng, critical):  # type: ignore[no-untyped-def]
-    """A stage; often one on the critical rank."""
+    """A random stage; often one of the critical rank."""
     n = st[SIZE, 0]
     s = below(rng, n)
     if critical >= 0 and uniform(rng) < 0.5:
@@ -39,7 +36,7 @@ def pick(st, rng, critical):  # type: ignore[no-untyped-def]
 
 @njit
 def slide(st, s, e, by):  # type: ignore[no-untyped-def]
-    """Move boundaries s .. e by some layers, where none is left empty; stages between keep their size."""
+    """Move the boundaries s .. e by some layers, if no stage becomes empty; the stages between them keep their size."""
     if s < 1 or e >= st[SIZE, 0] or st[BOUNDS, s] + by <= st[BOUNDS, s - 1] or st[BOUNDS, e] + by >= st[BOUNDS, e + 1]:
         return False
     for k in range(s, e + 1):
@@ -49,15 +46,15 @@ def slide(st, s, e, by):  # type: ignore[no-untyped-def]
 
 @njit
 def migrate(st, rng, critical):  # type: ignore[no-untyped-def]
-    """Move one boundary by a layer or two."""
+    """Move one boundary by one or two layers."""
     s = pick(st, rng, critical) + below(rng, 2)
-    by = 2 if uniform(rng) < BY_TWO else 1
+    by = 2 if uniform(rng) < SOMETIMES else 1
     return slide(st, s, s, by if uniform(rng) < 0.5 else -by)
 
 
 @njit
 def shift(st, rng):  # type: ignore[no-untyped-def]
-    """Slide a run of stages by a layer: they keep their sizes, their neighbours change."""
+    """Shift a run of stages by one layer: they keep their sizes, and the stages next to the run change theirs."""
     n = st[SIZE, 0]
     if n < 3:
         return False
@@ -67,12 +64,12 @@ def shift(st, rng):  # type: ignore[no-untyped-def]
 
 @njit
 def move_stage(p, st, rng, critical):  # type: ignore[no-untyped-def]
-    """A stage, or all that follow one another on its rank, to another rank."""
+    """Move a stage, or all consecutive stages of its rank, to another rank."""
     s = pick(st, rng, critical)
     r = below(rng, p.count[RANKS])
     if st[RANK, s] == r:
         return False
-    if uniform(rng) < VISIT:
+    if below(rng, 3) == 0:
         hand_over(st, s, st[RANK, s], r)
     else:
         st[RANK, s] = r
@@ -81,7 +78,7 @@ def move_stage(p, st, rng, critical):  # type: ignore[no-untyped-def]
 
 @njit
 def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
-    """Two stages, or visits, trade ranks or places."""
+    """Exchange the ranks or the places of two stages, or of two visits (runs of consecutive stages on a rank)."""
     n = st[SIZE, 0]
     s = pick(st, rng, critical)
     e = below(rng, n)
@@ -90,10 +87,10 @@ def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
     x, y = st[RANK, s], st[RANK, e]
     if x == y:
         return False
-    u = uniform(rng)
-    if u < CHANGE_PLACES:
+    way = below(rng, 3)
+    if way == 0:
         change_places(st, min(s, e), max(s, e))
-    elif u < CHANGE_PLACES + VISIT:
+    elif way == 1:
         hand_over(st, e, y, -1)
         hand_over(st, s, x, y)
         hand_over(st, e, -1, x)
@@ -104,7 +101,7 @@ def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
 
 @njit
 def hand_over(st, s, of, to):  # type: ignore[no-untyped-def]
-    """Give stage `s` and its neighbours on rank `of` to another rank."""
+    """Give stage `s` and the consecutive stages of rank `of` around it to another rank."""
     e = s
     while e < st[SIZE, 0] and st[RANK, e] == of:
         st[RANK, e] = to
@@ -117,7 +114,8 @@ def hand_over(st, s, of, to):  # type: ignore[no-untyped-def]
 
 @njit
 def change_places(st, s, e):  # type: ignore[no-untyped-def]
-    """Exchange two visits, s before e on other ranks, with as many layers as they have: ranks keep their work."""
+    """Exchange two visits on different ranks, s before e, together with their numbers of layers, so that the ranks keep
+    their work."""
     n = st[SIZE, 0]
     a, b, c, d = s, s + 1, e, e + 1
     while a > 0 and st[RANK, a - 1] == st[RANK, s]:
@@ -140,7 +138,7 @@ def change_places(st, s, e):  # type: ignore[no-untyped-def]
 
 @njit
 def rotate(st, rng):  # type: ignore[no-untyped-def]
-    """Three stages in a row trade ranks in a circle."""
+    """Rotate the ranks of three consecutive stages."""
     if st[SIZE, 0] < 3:
         return False
     s = below(rng, st[SIZE, 0] - 2)
@@ -154,7 +152,7 @@ def rotate(st, rng):  # type: ignore[no-untyped-def]
 
 @njit
 def exchange_ranks(p, st, rng):  # type: ignore[no-untyped-def]
-    """Two ranks trade all their stages: matters where speeds, links or memory differ."""
+    """Exchange all stages of two ranks; this matters if speeds, links or memory differ."""
     x, y = below(rng, p.count[RANKS]), below(rng, p.count[RANKS])
     for s in range(st[SIZE, 0]):
         if st[RANK, s] == x:
@@ -166,32 +164,32 @@ def exchange_ranks(p, st, rng):  # type: ignore[no-untyped-def]
 
 @njit
 def split(p, st, rng, critical):  # type: ignore[no-untyped-def]
-    """A stage falls into two, or sends some layers elsewhere."""
+    """Split a stage in two, or send some of its layers elsewhere."""
     n = st[SIZE, 0]
     s = pick(st, rng, critical)
     width = st[BOUNDS, s + 1] - st[BOUNDS, s]
     if width < 2 or n >= st[SIZE, 1]:
         return False
-    if uniform(rng) < STAY:
+    if uniform(rng) < SOMETIMES:
         return send(st, rng, s, width)
     cut = st[BOUNDS, s] + 1 + below(rng, width - 1)
     insert_stage(st, s)
     st[BOUNDS, s + 1] = cut
-    if width < STAY_WIDTH or uniform(rng) >= STAY:
+    if width < LONGEST_RUN or uniform(rng) >= SOMETIMES:
         st[RANK, s + below(rng, 2)] = below(rng, p.count[RANKS])
     return True
 
 
 @njit
 def merge(st, rng):  # type: ignore[no-untyped-def]
-    """Two stages become one: neighbours, or two of a rank."""
+    """Merge two stages: two neighbours, or two stages of one rank."""
     n = st[SIZE, 0]
     if n < 2:
         return False
-    if uniform(rng) < STAY:
+    if uniform(rng) < SOMETIMES:
         return fetch(st, rng)
     s = 1 + below(rng, n - 1)
-    if uniform(rng) < STAY:
+    if uniform(rng) < SOMETIMES:
         # Splits in place hardly cost anything: undone as often as they are made, or stages would grow in number.
         for _ in range(n - 1):
             if st[RANK, s - 1] == st[RANK, s]:
@@ -205,8 +203,8 @@ def merge(st, rng):  # type: ignore[no-untyped-def]
 
 @njit
 def send(st, rng, s, width):  # type: ignore[no-untyped-def]
-    """Some layers of stage `s` become a stage of its rank elsewhere in the chain; those between slide, none changes its
-    size, and no rank its work but for layers that differ."""
+    """Turn some layers of stage `s` into a stage of the same rank elsewhere in the chain. The stages in between slide
+    and keep their sizes, and every rank keeps its work, except that layers differ."""
     n = st[SIZE, 0]
     r = st[RANK, s]
     j = below(rng, n + 1)
@@ -231,7 +229,7 @@ def send(st, rng, s, width):  # type: ignore[no-untyped-def]
 
 @njit
 def fetch(st, rng):  # type: ignore[no-untyped-def]
-    """The layers of a stage join another one of its rank elsewhere: as `send`, undone."""
+    """The inverse of `send`: the layers of a stage join another stage of the same rank elsewhere in the chain."""
     n = st[SIZE, 0]
     s = below(rng, n)
     e = below(rng, n)
@@ -256,7 +254,7 @@ def fetch(st, rng):  # type: ignore[no-untyped-def]
 
 @njit
 def insert_stage(st, at):  # type: ignore[no-untyped-def]
-    """Double stage `at`: the copy stands right after it; the caller sets the boundary between them."""
+    """Duplicate stage `at`; the copy follows it directly, and the caller sets the boundary between them."""
     n = st[SIZE, 0]
     for s in range(n, at, -1):
         st[BOUNDS, s + 1] = st[BOUNDS, s]
@@ -267,7 +265,7 @@ def insert_stage(st, at):  # type: ignore[no-untyped-def]
 
 @njit
 def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
-    """Merge stages at-1 and at, with rank and recomputation of `keep` (one of the two)."""
+    """Merge the stages at-1 and at, with the rank and recomputation of `keep` (one of the two)."""
     n = st[SIZE, 0]
     st[RANK, at - 1] = st[RANK, keep]
     st[REDO, at - 1] = st[REDO, keep]
@@ -281,7 +279,7 @@ def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
 
 @njit
 def change(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
-    """One random move by its weight; returns its number in STRUCTURE_MOVES, or -1 where it did not apply."""
+    """Apply one random move; returns its number in STRUCTURE_MOVES, or -1 if it did not apply."""
     if may_recompute and uniform(rng) < OTHER:
         s = below(rng, st[SIZE, 0])
         st[REDO, s] = 1 - st[REDO, s]
@@ -290,10 +288,9 @@ def change(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
         a, b = below(rng, p.count[MICRO_BATCHES]), below(rng, p.count[MICRO_BATCHES])
         st[ENTRY, a], st[ENTRY, b] = st[ENTRY, b], st[ENTRY, a]
         return REORDER
-    u = uniform(rng)
-    move = MIGRATE
-    while move < MERGE and u >= REACH[move]:
-        move += 1
+    move = MIGRATE if uniform(rng) < MIGRATING else SHIFT + below(rng, MERGE)
+    if uniform(rng) < OTHER:
+        move = ROTATE + below(rng, 2)
     if move == MIGRATE:
         applied = migrate(st, rng, critical)
     elif move == SHIFT:
@@ -315,7 +312,8 @@ def change(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
 
 @njit
 def repair(p, st, rng, target, sc):  # type: ignore[no-untyped-def]
-    """Migrate layers off the busiest rank until the work bound is below `target`, or give up; returns it."""
+    """Migrate layers away from the busiest rank until the work bound is below `target` or no move helps; returns the
+    bound."""
     now = work_bound(p, st, sc)
     for _ in range(REPAIR_MOVES):
         if now <= target:
@@ -327,9 +325,9 @@ def repair(p, st, rng, target, sc):  # type: ignore[no-untyped-def]
         s = pick(st, rng, busiest) + below(rng, 2)
         e = s
         if uniform(rng) < 0.5:
-            e = min(s + below(rng, REPAIR_RUN), st[SIZE, 0] - 1)
+            e = min(s + below(rng, LONGEST_RUN), st[SIZE, 0] - 1)
         by = 1 if uniform(rng) < 0.5 else -1
-        if uniform(rng) < BY_TWO:
+        if uniform(rng) < SOMETIMES:
             by *= 2
         if e < s or not slide(st, s, e, by):
             continue

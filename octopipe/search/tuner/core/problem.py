@@ -17,53 +17,63 @@ from octopipe.costs.table import CostTable
 from octopipe.base.errors import OctoPipeError
 
 RANKS, MICRO_BATCHES, LAYERS, VARIANTS, HAS_EXTRAS, HAS_LIMIT, HAS_BUFFERS, NUM_COUNTS = range(8)
-"""Places in `Problem.count`; the last three are 0 or 1."""
+"""These are the places in `Problem.count`. The last three are flags, 0 or 1."""
 FORWARD, INPUT, WEIGHT, ACTIVATION, STASH, BOUNDARY, NUM_LAYER = range(7)
-"""Rows of `Problem.layer`; BOUNDARY is no sum but the bytes of the tensor that enters a layer (0 for the first)."""
+"""These are the rows of `Problem.layer`. BOUNDARY is not a prefix sum: it holds the bytes of the tensor that enters a
+layer, and 0 for the first layer."""
 STATIC, OPTIMIZER, GRADIENT, TOTAL, AGAIN, FASTEST, ONCE, WORKSPACE, NUM_WHOLE = range(9)
-"""Rows of `Problem.whole`: weights and optimizer state, optimizer time, gradient bytes, work of all micro-batches,
-their forwards alone, the smallest one's forwards, layers that cannot be recomputed; WORKSPACE is per layer."""
+"""These are the rows of `Problem.whole`: the bytes of weights and optimizer state, the time of the optimizer, the bytes
+of gradients, the work of all micro-batches, the work of their forwards alone, the forward of the smallest micro-batch
+and the number of layers that cannot be recomputed. WORKSPACE is not a prefix sum but a value per layer."""
 SLOW, CAPACITY, MARGIN, NUM_RANK = range(4)
-"""Rows of `Problem.rank`: compute-time factor, bytes (infinite without a limit), bytes kept free."""
+"""These are the rows of `Problem.rank`: the factor on compute times, the capacity in bytes (infinite without a limit)
+and the bytes that are kept free."""
 LATENCY, PER_BYTE = range(2)
+"""These are the planes of `Problem.link`."""
 UNIT, REDUCE_LATENCY, REDUCE_PER_BYTE, NUM_NUMBERS = range(4)
-"""Places in `Problem.number`: a rank's mean work per micro-batch (the unit of priorities), gradient reduction."""
+"""These are the places in `Problem.number`: the mean work of a rank per micro-batch, which is the unit of priorities,
+and the latency and the time per byte of the gradient reduction."""
 KIND_F, KIND_R, KIND_I, KIND_W = 0, 1, 2, 3
-"""As plan.KINDS."""
+"""The kinds of ops are numbered as in `plan.KINDS`."""
 KIND_BITS, STAGE_BITS, MASK = 28, 14, (1 << 14) - 1
-"""An op packed into 32 bits: kind << 28 | stage << 14 | micro-batch."""
+"""An op is packed into 32 bits as kind << 28 | stage << 14 | micro-batch."""
 
 SIZE, BOUNDS, RANK, REDO, FLIGHT, ENTRY, ROUTES, NUM_ROWS = range(8)
-"""Rows of a structure: [SIZE, 0] segments of the chain of layers ([SIZE, 1]: at most), their bounds (one more), every
-stage's rank, whether it recomputes, its most micro-batches between F and I; which micro-batch enters as which;
-[ROUTES, 0] how many routes there are. Stage `route * size + k` holds segment k: with several routes, layers are held as
-often."""
+"""These are the rows of a structure. [SIZE, 0] is the number of segments of the chain of layers, and [SIZE, 1] the
+largest number allowed. BOUNDS holds the first layer of every segment, and the end of the last one. Every stage has its
+rank, whether it recomputes, and the largest number of micro-batches between its F and its I (FLIGHT). ENTRY says in
+which order micro-batches enter. [ROUTES, 0] is the number of routes: stage `route * size + k` holds segment k, so with
+several routes every layer is held several times."""
 
 F_MS, I_MS, W_MS, HOP_F, HOP_I, HOLD, FULL, TAIL, NUM_PRICES = range(9)
-"""Rows of `Scratch.price`: op times, transfer times of what F and I hand on, bytes F takes, the whole activation, what
-stays from I until W."""
+"""These are the rows of `Scratch.price`: the times of the ops, the transfer times of the outputs of F and I, the bytes
+that F takes, the bytes of the whole activation, and the bytes that stay from I until W."""
 LEFT, USED, LIMIT, FREE, OWED, WAY, CLOCK, LOAD, NUM_MINE = range(9)
-"""Columns of `Scratch.mine`: a rank's work left, bytes in use and most bytes, since when it is free, bytes that
-micro-batches under way will still take, F and I left plus the last gradient's way back, when it decides next, and a
-place for its work bound."""
+"""These are the columns of `Scratch.mine`, one row per rank: the work that is left, the bytes in use and the limit, the
+time since which the rank is free, the bytes that micro-batches under way will still take, the F and I that are left
+plus the last gradient's way back, the time of the rank's next decision, and its work bound."""
 SLOT, AT_SLOT, FIRST, LENGTH, NUM_PLACES = range(5)
-"""Rows of `Scratch.place`: a stage's slot (slots are stages sorted by rank, in the order of the chain), a slot's stage,
-a rank's first slot (one more: all of them), a rank's ops so far (one more: the rank that finished last)."""
+"""These are the rows of `Scratch.place`: the slot of a stage (slots are stages sorted by rank, in the order of the
+chain), the stage of a slot, the first slot of a rank (followed by the number of slots), and the number of ops of a rank
+so far (followed by the rank that finished last)."""
 
 
 class Problem(NamedTuple):
-    """Everything about model, ranks and micro-batches. V is 1, or M where micro-batches differ."""
+    """Everything that the search knows about model, ranks and micro-batches. V is 1, or M if micro-batches differ in
+    size."""
 
     count: Any
+    """The shape is [NUM_COUNTS]: numbers of ranks, micro-batches, layers and variants, and flags."""
     layer: Any
-    """[NUM_LAYER, V, L + 1]: prefix sums over layers."""
+    """The shape is [NUM_LAYER, V, L + 1]: prefix sums over layers, for every variant of a micro-batch."""
     whole: Any
-    """[NUM_WHOLE, L + 1]: prefix sums over layers."""
+    """The shape is [NUM_WHOLE, L + 1]: prefix sums over layers that do not depend on the micro-batch."""
     rank: Any
-    """[NUM_RANK, R]"""
+    """The shape is [NUM_RANK, R]: speed and memory of every rank."""
     link: Any
-    """[2, R, R]: ms, ms per byte."""
+    """The shape is [2, R, R]: latency in ms and time per byte in ms, from one rank to another."""
     number: Any
+    """The shape is [NUM_NUMBERS]: the unit of priorities and the costs of gradient reduction."""
 
     @property
     def ranks(self) -> int:
@@ -83,18 +93,18 @@ class Problem(NamedTuple):
 
     @property
     def has_buffers(self) -> bool:
-        """Do tensors between stages take memory that is limited?"""
+        """Whether tensors between stages occupy memory that is limited."""
         return bool(self.count[HAS_BUFFERS])
 
     def with_margin(self, margin: np.ndarray) -> Problem:
-        """The same with other bytes kept free per rank."""
+        """The same problem with other numbers of bytes kept free per rank."""
         rank = self.rank.copy()
         rank[MARGIN] = margin
         return self._replace(rank=rank)
 
 
 def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Problem:
-    """The arrays of a setting."""
+    """The arrays of the given costs, number of ranks and number of micro-batches."""
     layers, factor = costs.num_layers, costs.micro_batch_factor
     if max(num_micro_batches, layers) > MASK:
         raise OctoPipeError(
@@ -150,31 +160,31 @@ def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Pr
 
 
 class Scratch(NamedTuple):
-    """Room in which schedules are built and timed, made once per thread. `seq` holds the orders."""
+    """Working space in which a thread builds and times schedules; allocated once. `seq` holds the orders."""
 
     price: Any
-    """[NUM_PRICES, S, V]"""
+    """The shape is [NUM_PRICES, S, V]: times and bytes of the ops of every stage."""
     row: Any
-    """[slot, 12]: what decode.py reads of a stage's next ops; slots are stages sorted by rank."""
+    """The shape is [slot, 12]: what decode.py reads about the next ops of a stage. Slots are stages sorted by rank."""
     num: Any
-    """[slot + rank, 10]: the same, and a rank's, in whole numbers."""
+    """The shape is [slot + rank, 10]: the whole numbers that decode.py reads about a stage, and about a rank."""
     mine: Any
-    """[R + 1, NUM_MINE]"""
+    """The shape is [R + 1, NUM_MINE]: the state of every rank."""
     place: Any
-    """[NUM_PLACES, S or R + 1]"""
+    """The shape is [NUM_PLACES, S or R + 1]: which slot belongs to which stage and rank."""
     arrive: Any
-    """[2, S, M]: when the input and the gradient are there; infinite while unknown."""
+    """The shape is [2, S, M]: when the input and the gradient arrive; infinite while that is not known."""
     channel: Any
-    """[R, R]: when the queue of this direction is empty."""
+    """The shape is [R, R]: when the queue of transfers from one rank to another is empty."""
     done: Any
-    """[S]: when a stage's last W ends."""
+    """The shape is [S]: when the last W of a stage ends."""
     seq: Any
-    """[R, ops]: kind, stage and micro-batch, packed."""
+    """The shape is [R, ops]: the ops of every rank in order, packed."""
     end: Any
-    """[R, ops]: when each op of seq ends."""
+    """The shape is [R, ops]: when each op of `seq` ends."""
     pace: Any
-    """[laps]: after each lap, the sum over ranks of their times if none idled any more; infinite where it did not get
-    that far."""
+    """The shape is [laps]: after each lap, the sum over ranks of the times at which they would finish if none of them
+    waited any more; infinite for laps that the schedule did not reach."""
 
 
 def make_scratch(problem: Problem, max_stages: int, laps: int) -> Scratch:
@@ -207,13 +217,13 @@ def make_structure(problem: Problem, max_stages: int) -> np.ndarray:
 
 
 def make_rng(*seed: int) -> np.ndarray:
-    """State of a generator for kernels; threads do not share one."""
+    """The state of a random generator for kernels; every thread has its own."""
     return np.random.default_rng(seed).integers(1, 1 << 62, 1).astype(np.uint64)
 
 
 @njit
 def uniform(rng):  # type: ignore[no-untyped-def]
-    """A number in [0, 1), by xorshift."""
+    """A random number in [0, 1), by xorshift."""
     x = rng[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -229,7 +239,7 @@ def below(rng, n):  # type: ignore[no-untyped-def]
 
 @njit
 def bell(rng):  # type: ignore[no-untyped-def]
-    """Roughly normal, mean 0 and deviation 1, with short tails."""
+    """A roughly normal random number with mean 0 and deviation 1, without long tails."""
     return (uniform(rng) + uniform(rng) + uniform(rng) - 1.5) * 2.0
 
 
@@ -238,9 +248,10 @@ def bell(rng):  # type: ignore[no-untyped-def]
 
 @njit
 def price(p, st, sc):  # type: ignore[no-untyped-def]
-    """Fill the scratch's per-stage prices and per-rank sums. False when static memory alone does not fit.
+    """Compute the costs of every stage and the sums of every rank, in the scratch. Returns False if the static memory
+    alone does not fit.
 
-    A stage that got a layer which cannot be recomputed is recomputed no more.
+    Recomputation is switched off for a stage that received a layer which cannot be recomputed.
     """
     size, stages = st[SIZE, 0], st[SIZE, 0] * st[ROUTES, 0]
     for r in range(p.count[RANKS]):
@@ -304,9 +315,10 @@ def price(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
-    """max over ranks of (arrival of the first micro-batch + the rank's work): no order of one route can beat it.
+    """The maximum over ranks of (arrival of the first micro-batch + the rank's work): no order on one route can be
+    faster.
 
-    What each rank adds up to is left in the scratch's LOAD.
+    The sum of every rank is left in the scratch's LOAD column.
     """
     ranks, stages = p.count[RANKS], st[SIZE, 0]
     hop = 0.0
@@ -334,7 +346,7 @@ def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
-    """When the last reduction and optimizer update end, given each stage's last W in sc.done."""
+    """The end of the last reduction and optimizer update, given the end of every stage's last W in `sc.done`."""
     size, routes = st[SIZE, 0], st[ROUTES, 0]
     latest = 0.0
     for r in range(p.count[RANKS]):
@@ -380,7 +392,7 @@ def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def ready_at(size, routes, s, sc):  # type: ignore[no-untyped-def]
-    """When a stage's gradients are complete: its own, and those of the other copies of its layers."""
+    """When the gradients of a stage are complete: its own, and those of the other copies of its layers."""
     latest = sc.done[s]
     for other in range(routes):
         latest = max(latest, sc.done[s % size + other * size])

@@ -16,27 +16,31 @@ from octopipe.search.tuner.core.problem import (
 from octopipe.simulation.timing import FOR_F, FOR_I
 
 A_F, B_F, A_I, B_I, C_I, LOOK, RHO, W_OVER, BANK, RULE, RULE_SLACK, RULE_MORE, NUM_KEYS = range(13)
-"""Keys. Of F: A_F * m + B_F * (share of the forward chain before the stage). Of I: C_I + A_I * m + B_I * (share of the
-backward chain before it). LOOK: how long to wait for a better op; W_OVER: how far a W may run into a known arrival
-(both in units of a rank's mean work per micro-batch). RHO: share of the later stages' activations of one micro-batch
-kept free; BANK: the same for every micro-batch on its way through the rank. RULE and its two numbers: micro-batches in
-flight, see keys.py."""
+"""These are the places in a vector of keys. The priority of F is A_F * m + B_F * (share of the forward chain before the
+stage), and that of I is C_I + A_I * m + B_I * (share of the backward chain before it). LOOK says how long a rank waits
+for a better op, and W_OVER how far a W may run into a known arrival, both in units of a rank's mean work per
+micro-batch. RHO is the share of the later stages' activations of one micro-batch that is kept free; BANK is the same
+for every micro-batch on its way through the rank. RULE and its two numbers limit the micro-batches in flight (see
+keys.py)."""
 
 (
     ROW_AT_F, ROW_KEY_F, ROW_F_MS, ROW_HOLD, ROW_RESERVE, ROW_AT_I, ROW_KEY_I, ROW_I_MS, ROW_FREED, ROW_W_MS, ROW_TAIL,
     ROW_LATER,
 ) = range(12)  # fmt: skip
-"""Columns of `Scratch.row`: when the next F can start (infinite: not yet), its key, time and memory, what must stay
-free beside it; the same of the next I and W; what the rank's later stages hold of one micro-batch."""
+"""These are the columns of `Scratch.row`: when the next F can start (infinite if it cannot yet), its key, its time, its
+memory and what must stay free beside it; the same of the next I and W; and what the rank's later stages hold of one
+micro-batch."""
 NUM_STAGE, NEXT_F, NEXT_I, NEXT_W, NEXT_R, NUM_FLIGHT, BEFORE, AFTER, RANK_BEFORE, RANK_AFTER = range(10)
-"""Columns of `Scratch.num` for slots: the stage, the micro-batch that is next, the neighbours' slots and ranks."""
+"""These are the columns of `Scratch.num` for slots: the stage, the next micro-batch of every kind of op, the limit of
+micro-batches in flight, and the slots and ranks of the neighbours in the chain."""
 SLOTS_FROM, DONE, PENDING, IDLE = range(4)
-"""Columns of `Scratch.num` for ranks, behind all slots: its first slot, ops so far, W that could run, does it wait?"""
+"""These are the columns of `Scratch.num` for ranks, whose rows follow those of all slots: the first slot, the number of
+ops so far, the number of W that could run, and whether the rank waits."""
 
 
 @njit
 def set_up(p, st, keys, sc):  # type: ignore[no-untyped-def]
-    """Rows of stages and ranks before anything has run, after `price`."""
+    """Initialise the rows of stages and ranks to the state before anything has run; call `price` first."""
     ranks, M, stages, inf = p.count[RANKS], p.count[MICRO_BATCHES], st[SIZE, 0], np.inf
     row, num, mine = sc.row, sc.num, sc.mine
     at_rank = num.shape[0] - ranks - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -37,17 +38,40 @@ SHARE = "each GPU sends its share"
 
 def run(bench: Bench) -> Result:
     gains = {head: gains_of(bench, reading_of(head, MODEL)) for head in bench.heads}
+    rows = [
+        *_single_gains(bench, gains),
+        *_joint_gains(bench, gains),
+        *_idle_time(bench),
+        *_placement(bench, gains["published"]),
+    ]
+    return Result(
+        rows=tuple(rows),
+        costs=bench.costs_in_words,
+        tables=(_table(gains),),
+        pictures={"ablation.svg": _picture(gains["published"])},
+    )
 
-    def shared() -> dict[str, float]:
-        """With each GPU sending its share of a tensor: transfers that cost an eighth."""
-        return gains_of(bench, replace(PUBLISHED, sent="share"))
+
+Gains = dict[Head, dict[str, float]]
+"""For each reading of the head, what every combination of phases gains over 1F1B (`gains_of`)."""
+
+
+def _shared(bench: Bench) -> dict[str, float]:
+    """The gains where each GPU sends its share of a tensor: transfers then take an eighth of the time."""
+    return gains_of(bench, replace(PUBLISHED, sent="share"))
+
+
+def _values(gains: Gains, value: Callable[[dict[str, float]], Value]) -> Values:
+    """The value of Algorithm 1's gains for each reading of the head."""
+    found = {head: (value(of_head), None) for head, of_head in gains.items()}
+    return Values(published=found["published"], fitted=found.get("fitted", (None, None)))
+
+
+def _single_gains(bench: Bench, gains: Gains) -> list[Row]:
+    """One row for every combination of phases that the paper prints."""
 
     def gain_of(name: str) -> float:
-        return shared()[name]
-
-    def ours(value: Callable[[dict[str, float]], Value]) -> Values:
-        found = {h: (value(gains[h]), None) for h in bench.heads}
-        return Values(published=found["published"], fitted=found.get("fitted", (None, None)))
+        return _shared(bench)[name]
 
     rows = []
     for name, paper in PAPER.items():
@@ -56,7 +80,7 @@ def run(bench: Bench) -> Result:
                 f"ablation.{name}",
                 f"+{name} over 1F1B",
                 paper,
-                ours(lambda g, n=name: g[n]),  # type: ignore[misc]
+                _values(gains, itemgetter(name)),
                 unit="×",
                 source=SOURCE,
                 group="ablation.single" if len(name) == 1 else "ablation.all",
@@ -65,13 +89,18 @@ def run(bench: Bench) -> Result:
                 trial=partial(_noisy, bench) if name == "ASPO" else partial(gain_of, name),
             )
         )
+    return rows
+
+
+def _joint_gains(bench: Bench, gains: Gains) -> list[Row]:
+    """How the phases compare with each other and together, without and with overlap."""
     single = "ASP"
-    rows += [
+    return [
         Row.order(
             "ablation.partition-largest",
             "partitioning is the largest single gain",
             "+P",
-            ours(lambda g: "+" + max(single, key=lambda n: g[n])),
+            _values(gains, lambda g: "+" + max(single, key=lambda n: g[n])),
             both(bench, lambda h: max(single, key=lambda n: gains[h][n]) == "P"),
             source=SOURCE,
             why="other phases balance the published times better",
@@ -81,18 +110,18 @@ def run(bench: Bench) -> Result:
             "ablation.joint",
             "all three phases gain more than any one (without overlap)",
             "1.29 > 1.10 ×",
-            ours(_joint),
+            _values(gains, _joint),
             both(bench, lambda h: gains[h]["ASP"] > max(gains[h][n] for n in single)),
             source=SOURCE,
             why=WHY["ASP"],
             test=SHARE,
-            trial=lambda: (_joint(g := shared()), g["ASP"] > max(g[n] for n in single)),
+            trial=lambda: (_joint(g := _shared(bench)), g["ASP"] > max(g[n] for n in single)),
         ),
         Row.order(
             "ablation.joint-overlap",
             "all three phases gain more than any one (with overlap)",
             "1.39 ×",
-            ours(lambda g: f"{g['ASPO']:.2f} against {max(g[n + 'O'] for n in single):.2f} ×"),
+            _values(gains, lambda g: f"{g['ASPO']:.2f} against {max(g[n + 'O'] for n in single):.2f} ×"),
             both(bench, lambda h: gains[h]["ASPO"] > max(gains[h][n + "O"] for n in single)),
             source=SOURCE,
             why="Algorithm 1 has too few iterations",
@@ -102,7 +131,7 @@ def run(bench: Bench) -> Result:
             "ablation.overlap-always",
             "+O improves every configuration",
             "yes",
-            ours(lambda g: f"by {min(g[n + 'O'] / g[n] for n in ('', *VARIANTS)):.3f} × at least"),
+            _values(gains, lambda g: f"by {min(g[n + 'O'] / g[n] for n in ('', *VARIANTS)):.3f} × at least"),
             both(bench, lambda h: all(gains[h][n + "O"] >= gains[h][n] for n in ("", *VARIANTS))),
             source=SOURCE,
             why="transfers cost nothing",
@@ -112,12 +141,18 @@ def run(bench: Bench) -> Result:
             "ablation.overlap-most",
             "+O gains most on top of co-optimization",
             "+ASP",
-            ours(lambda g: "+" + max(VARIANTS, key=lambda n: g[n + "O"] / g[n])),
+            _values(gains, lambda g: "+" + max(VARIANTS, key=lambda n: g[n + "O"] / g[n])),
             both(bench, lambda h: max(VARIANTS, key=lambda n: gains[h][n + "O"] / gains[h][n]) == "ASP"),
             source=SOURCE,
             why="another combination's plan leaves more transfers in the open",
             tested="sensitivity.sent",
         ),
+    ]
+
+
+def _idle_time(bench: Bench) -> list[Row]:
+    """Where ranks are idle under 1F1B, and after partitioning."""
+    return [
         Row.order(
             "ablation.imbalance",
             "imbalance is the primary source of 1F1B's bubbles",
@@ -138,17 +173,21 @@ def run(bench: Bench) -> Result:
             why="idle time inside the pipeline weighs more with 32 micro-batches than at its ends",
             tested="sensitivity.sent",
         ),
-        *_placement(bench, gains["published"]),
     ]
-    names = ["", *VARIANTS]
+
+
+def _table(gains: Gains) -> tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]:
     lines = tuple(
         (h, f"+{n}" if n else "1F1B", f"{gains[h][n]:.3f}×", f"{gains[h][n + 'O']:.3f}×")
-        for h in bench.heads
-        for n in names
+        for h in gains
+        for n in ("", *VARIANTS)
     )
-    tables = (("Every combination", ("head", "phases on", "over 1F1B", "over 1F1B, with +O"), lines),)
-    g = gains["published"]
-    picture = bars(
+    return "Every combination", ("head", "phases on", "over 1F1B", "over 1F1B, with +O"), lines
+
+
+def _picture(g: dict[str, float]) -> str:
+    names = ["", *VARIANTS]
+    return bars(
         "Fig. 11: phases switched on one by one, Nemotron-H 47B, PP 16, 32 micro-batches, published head",
         [f"+{n}" if n else "1F1B" for n in names],
         {"without overlap": [g[n] for n in names], "with overlap (+O)": [g[n + "O"] for n in names]},
@@ -158,7 +197,6 @@ def run(bench: Bench) -> Result:
         },
         unit="× 1F1B",
     )
-    return Result(rows=tuple(rows), costs=bench.costs_in_words, tables=tables, pictures={"ablation.svg": picture})
 
 
 class OrdersByRule(IterativeSearch):

@@ -17,11 +17,26 @@ BUBBLE = 0.538
 RANKS, MICRO_BATCHES = 4, 8
 
 
+Seen = dict[Head, tuple[Timeline, Timeline]]
+"""For each reading of the head, 1F1B of GPT-13B and of Nemotron-9B."""
+
+
 def run(bench: Bench) -> Result:
     seen = {h: _timelines(bench, h) for h in bench.heads}
     gpt, nemotron = seen["published"]
-    gap = {h: [_gap(t) for t in pair] for h, pair in seen.items()}
-    rows = [
+    pictures = {
+        "bubbles-a.svg": _bubble_picture(gpt, nemotron),
+        "bubbles-b.svg": _layer_picture(bench),
+        "bubbles-c.svg": _stage_picture(gpt, nemotron),
+    }
+    rows = (*_largest_bubbles(bench, seen), *_gaps(bench, seen))
+    return Result(rows=rows, costs=f"{bench.costs_in_words}; GPT-13B analytic", pictures=pictures)
+
+
+def _largest_bubbles(bench: Bench, seen: Seen) -> list[Row]:
+    """The largest bubble of a rank, in each model and compared."""
+    gpt, _ = seen["published"]
+    return [
         Row.number(
             "bubbles.gpt",
             "GPT-13B, 1F1B: largest bubble of a rank",
@@ -56,6 +71,14 @@ def run(bench: Bench) -> Result:
             why="the costs are too even",
             tested="bubbles.nemotron.batches",
         ),
+    ]
+
+
+def _gaps(bench: Bench, seen: Seen) -> list[Row]:
+    """The gap between the most and the least loaded rank, in each model and compared."""
+    _, nemotron = seen["published"]
+    gap = {h: [_gap(t) for t in pair] for h, pair in seen.items()}
+    return [
         Row.number(
             "bubbles.gpt.gap",
             "GPT-13B: gap between the most and the least loaded stage",
@@ -97,12 +120,14 @@ def run(bench: Bench) -> Result:
             paper=float(MICRO_BATCHES),
         ),
     ]
-    first, second = gpt, nemotron
+
+
+def _layer_picture(bench: Bench) -> str:
     nemotron_costs = bench.costs("nemotron-nano-v2-9b", RANKS, MICRO_BATCHES, tp=1, gb_per_s=NODE_GB_PER_S)
     kinds = {"M": "Mamba", "-": "MLP", "*": "attention", "E": "embedding", "L": "head"}
     at = {symbol: nemotron_costs.symbols.index(symbol) for symbol in kinds}
     unit = float(nemotron_costs.forward_ms[at["M"]])
-    layer = bars(
+    return bars(
         "Fig. 2 (b): Nemotron-9B, time of a layer",
         [kinds[k] for k in at],
         {
@@ -112,7 +137,10 @@ def run(bench: Bench) -> Result:
         },
         unit="× a Mamba layer's F",
     )
-    bubble = bars(
+
+
+def _bubble_picture(first: Timeline, second: Timeline) -> str:
+    return bars(
         "Fig. 2 (a): share of the step in which a rank idles, 1F1B (the paper prints the largest)",
         [f"rank {r}" for r in range(RANKS)],
         {
@@ -122,15 +150,15 @@ def run(bench: Bench) -> Result:
         paper={"GPT-13B": _at_largest(first, 21.4), "Nemotron-9B": _at_largest(second, 53.8)},
         unit="%",
     )
-    stage = bars(
+
+
+def _stage_picture(first: Timeline, second: Timeline) -> str:
+    return bars(
         "Fig. 2 (c): computation of a rank in a step (the paper prints gaps of 200 and 1800 ms)",
         [f"rank {r}" for r in range(RANKS)],
         {"GPT-13B": first.busy_ms.tolist(), "Nemotron-9B": second.busy_ms.tolist()},
         unit="ms",
     )
-    pictures = {"bubbles-a.svg": bubble, "bubbles-b.svg": layer, "bubbles-c.svg": stage}
-    costs = f"{bench.costs_in_words}; GPT-13B analytic"
-    return Result(rows=tuple(rows), costs=costs, pictures=pictures)
 
 
 def _timelines(bench: Bench, head: Head) -> tuple[Timeline, Timeline]:

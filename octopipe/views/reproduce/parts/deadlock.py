@@ -1,4 +1,5 @@
 """Figure 4: naive coordination of sends and receives deadlocks; reordered it runs, and overlap takes the bubbles away.
+Section VII: what the reordering costs, counted in steps and positions and not in seconds.
 
 Naive: a receive right before the op that needs it, a send right after the op that made it, both standing still until
 the other end is there.
@@ -13,6 +14,7 @@ import numpy as np
 from octopipe.base.graph import find_cycle
 from octopipe.simulation.lowering import Program, lower, prove_deadlock_free
 from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Spans
 from octopipe.views.export.svg import timeline_svg
 from octopipe.views.reproduce.bench import Bench
 from octopipe.views.reproduce.part import Part
@@ -20,6 +22,8 @@ from octopipe.views.reproduce.row import Result, Row, Values
 
 MODEL, RANKS, MICRO_BATCHES = "nemotron-h-8b", 4, 8
 SECTION = "Fig. 4, §III-C"
+GROWTH = (8, 16, 32)
+"""Numbers of micro-batches with which the work of coordination is counted."""
 
 
 def run(bench: Bench) -> Result:
@@ -56,10 +60,62 @@ def run(bench: Bench) -> Result:
             why="the transfers of this plan cost nothing",
             tested="sensitivity.sent",
         ),
+        *coordination(bench),
     ]
     title = f"Fig. 4 (c) and (d): the same plan of Nemotron-H 8B without and with overlap, PP {RANKS}"
     picture = timeline_svg([waits, overlapped], title=title)
     return Result(rows=tuple(rows), costs=bench.costs_in_words, pictures={"deadlock.svg": picture})
+
+
+def coordination(bench: Bench) -> list[Row]:
+    """Does the work for one communication stay the same when there are more of them, and are their windows small?"""
+    steps, shares, counts = [], [], []
+    for micro_batches in GROWTH:
+        costs = bench.costs(MODEL, RANKS, micro_batches)
+        program = lower(bench.plan("algorithm1", costs, RANKS, micro_batches), costs)
+        communications = program.source.size
+        # Finding circles visits every node of the rendezvous graph and every edge once.
+        steps.append((len(program.preds) + int(np.count_nonzero(program.preds >= 0))) / communications)
+        candidates, positions = positions_in_windows(program, simulate(program, costs).spans)
+        shares.append(candidates / positions)
+        counts.append(candidates)
+    growth = " → ".join(map(str, GROWTH))
+    said = " → ".join(f"{step:.1f}" for step in steps)
+    small = " → ".join(f"{share:.1%}".removesuffix("%") for share in shares)
+    total = ", ".join(map(str, counts))
+    return [
+        Row.order(
+            "deadlock.linear",
+            f"steps of the search for circles per communication, {growth} micro-batches",
+            "constant, O(Vc)",
+            Values(published=(said, None)),
+            (bool(max(steps) < 1.1 * min(steps)), None),
+            source="§VII",
+        ),
+        Row.order(
+            "deadlock.window",
+            f"positions inside the windows, Σk, of all positions on the two ranks, {growth} micro-batches",
+            "a small region",
+            Values(published=(f"{small} % (Σk {total})", None)),
+            (max(shares) < 0.1, None),
+            source="§VII",
+        ),
+    ]
+
+
+def positions_in_windows(program: Program, spans: Spans) -> tuple[int, int]:
+    """After how many ops of its two ranks each communication could be placed, inside its window (from the end of the op
+    that makes the tensor to the start of the op that needs it), and after how many if there were no windows."""
+    t = program.plan.table()
+    inside = everywhere = 0
+    for r in range(program.plan.num_ranks):
+        ends = spans.end_ms[t.offsets[r] : t.offsets[r + 1]]
+        taking_part = (t.rank[program.source] == r) | (t.rank[program.target] == r)
+        first = np.searchsorted(ends, spans.end_ms[program.source[taking_part]], side="left")
+        stop = np.searchsorted(ends, spans.start_ms[program.target[taking_part]], side="right")
+        inside += int(np.maximum(stop - first, 0).sum())
+        everywhere += int(taking_part.sum()) * ends.size
+    return inside, everywhere
 
 
 def naive_deadlocks(program: Program) -> bool:

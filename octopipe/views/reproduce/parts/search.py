@@ -213,7 +213,7 @@ class MeanLayerThreshold(IterativeSearch):
     name = "octopipe"
 
     def choose(self, now: Candidate) -> str:
-        self.least_layer_ms = float(self.desk.costs.layer_ms.mean()) * self.desk.num_micro_batches
+        self.least_layer_ms = float(self.evaluator.costs.layer_ms.mean()) * self.evaluator.num_micro_batches
         return super().choose(now)
 
 

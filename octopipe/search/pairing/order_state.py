@@ -17,11 +17,11 @@ from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 OP_F, OP_I, OP_W, OP_B = 0, 2, 3, 4
 """As plan.KINDS."""
 DONE_F, DONE_I, DONE_W = 0, 1, 2
-"""Rows of `Desk.done`."""
+"""Rows of `OrderState.done`."""
 
 
 class Structure(NamedTuple):
-    """Prices of stages on ranks."""
+    """Costs of stages on ranks."""
 
     own: Any
     """[row, stage]: rows are named in `prices`."""
@@ -37,7 +37,7 @@ class Structure(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where orders are written."""
+    """Where the orders are written."""
 
     ops: Any
     """[rank, slot, 2]: packed ops; the second is -1 where there is none."""
@@ -45,8 +45,8 @@ class Slots(NamedTuple):
     """[rank]: how many slots."""
 
 
-class Desk(NamedTuple):
-    """What is known while orders are built."""
+class OrderState(NamedTuple):
+    """The state of ranks and stages while orders are built."""
 
     arrived: Any
     """[2, stage, micro-batch]: when inputs and gradients are there; infinite while that is not known."""
@@ -68,42 +68,42 @@ class Desk(NamedTuple):
 
 
 @njit
-def set_up(st, desk, slots):  # type: ignore[no-untyped-def]
-    """Nothing has run; the first stage has all its inputs."""
-    micro_batches = desk.arrived.shape[2]
-    desk.arrived[:] = np.inf
+def set_up(st, state, slots):  # type: ignore[no-untyped-def]
+    """Initialise the state: nothing has run, and the first stage has all its inputs."""
+    micro_batches = state.arrived.shape[2]
+    state.arrived[:] = np.inf
     for s in range(st.rank.size):
         r = st.rank[s]
-        desk.held[r, desk.holds[r]] = s
-        desk.holds[r] += 1
-        desk.left[r] += 3 * micro_batches
+        state.held[r, state.holds[r]] = s
+        state.holds[r] += 1
+        state.left[r] += 3 * micro_batches
     for r in range(st.room.size):
         slots.lengths[r] = 0
     for m in range(micro_batches):
-        desk.arrived[FOR_F, 0, m] = 0.0
+        state.arrived[FOR_F, 0, m] = 0.0
 
 
 @njit
-def next_rank(desk):  # type: ignore[no-untyped-def]
+def next_rank(state):  # type: ignore[no-untyped-def]
     """The rank that decides next, or -1 where all that have something left are asleep; and whether any has."""
     r = -1
     unfinished = False
-    for k in range(desk.left.size):
-        if desk.left[k] > 0:
+    for k in range(state.left.size):
+        if state.left[k] > 0:
             unfinished = True
-            if not desk.asleep[k] and (r < 0 or desk.clock[k] < desk.clock[r]):
+            if not state.asleep[k] and (r < 0 or state.clock[k] < state.clock[r]):
                 r = k
     return r, unfinished
 
 
 @njit
-def fullest_weight(st, desk, r):  # type: ignore[no-untyped-def]
+def fullest_weight(st, state, r):  # type: ignore[no-untyped-def]
     """The stage of rank r whose waiting W hold most bytes (more of them where bytes are equal), or -1; and how many W
     wait on the rank."""
     best, most, pending = -1, 0.0, 0
-    for place in range(desk.holds[r]):
-        s = desk.held[r, place]
-        waiting = desk.done[DONE_I, s] - desk.done[DONE_W, s]
+    for place in range(state.holds[r]):
+        s = state.held[r, place]
+        waiting = state.done[DONE_I, s] - state.done[DONE_W, s]
         pending += waiting
         if waiting > 0 and st.own[STASH, s] * waiting + 1e-9 * waiting > most:
             most = st.own[STASH, s] * waiting + 1e-9 * waiting
@@ -112,9 +112,9 @@ def fullest_weight(st, desk, r):  # type: ignore[no-untyped-def]
 
 
 @njit
-def take(st, desk, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-def]
+def take(st, state, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-def]
     """Write a slot that rank r runs until `over`, and hand on what it makes; stages of ops that it lacks are -1."""
-    size, micro_batches = st.rank.size, desk.arrived.shape[2]
+    size, micro_batches = st.rank.size, state.arrived.shape[2]
     slot = slots.lengths[r]
     slots.lengths[r] += 1
     slots.ops[r, slot, 0] = -1
@@ -123,42 +123,42 @@ def take(st, desk, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-d
     for turn in range(2):
         s = f if turn == 0 else f2
         if s >= 0:
-            m = desk.done[DONE_F, s]
+            m = state.done[DONE_F, s]
             slots.ops[r, slot, place] = (OP_F * size + s) * micro_batches + m
             place += 1
-            desk.done[DONE_F, s] += 1
-            desk.used[r] += st.own[ACTIVATION, s]
-            desk.left[r] -= 1
+            state.done[DONE_F, s] += 1
+            state.used[r] += st.own[ACTIVATION, s]
+            state.left[r] -= 1
             if s + 1 < size:
-                wake(st, desk, FOR_F, s + 1, m, r, over, st.hop_f[s])
+                wake(st, state, FOR_F, s + 1, m, r, over, st.hop_f[s])
             else:
-                desk.arrived[FOR_I, s, m] = over
+                state.arrived[FOR_I, s, m] = over
     if i >= 0:
-        m = desk.done[DONE_I, i]
+        m = state.done[DONE_I, i]
         slots.ops[r, slot, place] = ((OP_B if b >= 0 else OP_I) * size + i) * micro_batches + m
         place += 1
-        desk.done[DONE_I, i] += 1
-        desk.used[r] -= st.own[ACTIVATION, i] - st.own[STASH, i]
-        desk.left[r] -= 1
+        state.done[DONE_I, i] += 1
+        state.used[r] -= st.own[ACTIVATION, i] - st.own[STASH, i]
+        state.left[r] -= 1
         if b >= 0:
-            desk.done[DONE_W, i] += 1
-            desk.used[r] -= st.own[STASH, i]
-            desk.left[r] -= 1
+            state.done[DONE_W, i] += 1
+            state.used[r] -= st.own[STASH, i]
+            state.left[r] -= 1
         if i > 0:
-            wake(st, desk, FOR_I, i - 1, m, r, over, st.hop_i[i])
+            wake(st, state, FOR_I, i - 1, m, r, over, st.hop_i[i])
     if w >= 0:
-        slots.ops[r, slot, place] = (OP_W * size + w) * micro_batches + desk.done[DONE_W, w]
-        desk.done[DONE_W, w] += 1
-        desk.used[r] -= st.own[STASH, w]
-        desk.left[r] -= 1
-    desk.clock[r] = over
+        slots.ops[r, slot, place] = (OP_W * size + w) * micro_batches + state.done[DONE_W, w]
+        state.done[DONE_W, w] += 1
+        state.used[r] -= st.own[STASH, w]
+        state.left[r] -= 1
+    state.clock[r] = over
 
 
 @njit
-def wake(st, desk, row, s, m, r, end, hop):  # type: ignore[no-untyped-def]
+def wake(st, state, row, s, m, r, end, hop):  # type: ignore[no-untyped-def]
     """Hand a result on to stage s, whose rank looks again when it arrives if it is asleep."""
     to = st.rank[s]
-    at = hand_on(desk.arrived, row, s, m, desk.channel, r, to, end, hop)
-    if desk.asleep[to]:
-        desk.asleep[to] = False
-        desk.clock[to] = max(desk.clock[to], at)
+    at = hand_on(state.arrived, row, s, m, state.channel, r, to, end, hop)
+    if state.asleep[to]:
+        state.asleep[to] = False
+        state.clock[to] = max(state.clock[to], at)

@@ -1,0 +1,29 @@
+"""What keeps a benchmark from running, in one line with exit code 2, as the commands of the package say it.
+
+Knows: how a benchmark's `main` is started. Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from octopipe.base.errors import OctoPipeError
+
+
+def needs_device(device: str) -> None:
+    """Refuse a CUDA device where there is none, before anything is prepared for it."""
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise OctoPipeError("no CUDA GPU here; run it on a machine that has one, or try it with --device cpu")
+
+
+def start(main: Callable[[], object]) -> None:
+    """Run a benchmark; what the package refuses is one line."""
+    try:
+        main()
+    except OctoPipeError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,83 @@
+"""The field type for numbers of items (images, recordings) per sequence.
+
+Knows: one number for all sequences, a list with one number per sequence, and a file of such a list. Does not know: what
+an item costs, or how sequences form micro-batches.
+
+>>> ItemCounts().read("images", 2), ItemCounts().read("images", [0, 3])
+((2.0,), (0.0, 3.0))
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
+from octopipe.base.files import brief, decode_json, read_bytes, shown
+from octopipe.base.limits import finite
+from octopipe.costs.cluster.fields import Kind
+
+MAX_ITEMS = 100_000
+"""Of one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemCounts(Kind):
+    """A number per sequence: one for all, or one for each, as a list or as a file (JSON, or one per line)."""
+
+    accepts = "float | str | Path | Sequence[float]"
+
+    def read(self, name: str, value: Any) -> tuple[float, ...]:
+        if isinstance(value, str | os.PathLike):
+            return self._read_list(shown(value), _numbers_in(Path(value)))
+        if isinstance(value, list | tuple):
+            return self._read_list(name, list(value))
+        return self._read_list(name, [value])
+
+    def _read_list(self, name: str, values: list[Any]) -> tuple[float, ...]:
+        if len(values) > MAX_MICRO_BATCHES:
+            raise OctoPipeError(f"{name}: numbers of {len(values)} sequences; at most {MAX_MICRO_BATCHES} make a step")
+        out = []
+        for i, value in enumerate(values):
+            number = finite(value)
+            if number is None or not 0 <= number <= MAX_ITEMS:
+                where = name if len(values) == 1 else f"{name}, sequence {i}"
+                raise OctoPipeError(f"{where}: {brief(value)} is not a number of items; give a number >= 0")
+            out.append(float(number))
+        return tuple(out)
+
+    def of_text(self, text: str) -> float | list[float] | str:
+        try:
+            numbers = [float(word) for word in text.split(",")]
+        except ValueError:
+            return text  # the name of a file
+        return numbers[0] if len(numbers) == 1 else numbers
+
+    def of_form(self, text: str) -> float | list[float]:
+        value = self.of_text(text)
+        if isinstance(value, str):
+            raise OctoPipeError("the page does not read files of this machine; give numbers, separated by commas")
+        return value
+
+    def told(self, value: tuple[float, ...]) -> list[float] | None:
+        return list(value) or None
+
+
+def _numbers_in(path: Path) -> list[Any]:
+    """A JSON list of numbers, or one number per line."""
+    data, where = read_bytes(path), shown(path)
+    if data.lstrip()[:1] == b"[":
+        found = decode_json(data, where)
+        values: list[Any] = found if isinstance(found, list) else []
+    else:
+        words = [line.split("#", 1)[0].strip() for line in data.decode("utf-8", "replace").splitlines()]
+        values = [word for word in words if word]
+    try:
+        numbers = [float(v) for v in values]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers:
+        raise OctoPipeError(f"{where}: give a JSON list with the number of items of every sequence, or one per line")
+    return list(numbers)

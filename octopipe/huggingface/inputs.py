@@ -1,0 +1,219 @@
+"""What a micro-batch of a model with a tower or an encoder consists of: made-up images and recordings around tokens.
+
+Knows: the inputs of a model's example (`examples.py`), how many places an image or a recording takes in a sequence, and
+how sequences with different numbers of them form a micro-batch. Does not know: real data, plans or devices. A form is
+made once, in the process that parses the command line, and sent to every rank.
+
+Images and recordings of real data are what the model's own processor makes of them; `runtime/training/data/samples.py`
+reads those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.examples import ROWS
+from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
+
+IGNORED = -100
+GRID = "image_grid_thw"
+MARKS = ("mm_token_type_ids", "token_type_ids")
+"""Inputs that say which tokens stand for an image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputForm:
+    """The inputs of a model that takes more than tokens, per item and per sequence."""
+
+    features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Floating inputs: the shape of one item's; an item's first dimension is joined to the others'."""
+    numbers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Whole-number inputs with one row per item: the row."""
+    marks: tuple[str, ...] = ()
+    source_tokens: int = 0
+    """Tokens of an encoder's source text; 0: the encoder reads features."""
+    decodes: bool = False
+    """Whether this is an encoder-decoder, which reads one item per sequence and predicts `decoder_input_ids`."""
+    start: int = 0
+    """The decoder's first token."""
+    places: int = 0
+    """That an item takes in a sequence, the token before it included; 0: none."""
+    token: int = 0
+    """Stands for an item's features."""
+    before: int | None = None
+    """The token before an item's, where the model looks for it."""
+    vocab: int = 2
+    images: tuple[float, ...] = ()
+    """Items per sequence: one number for all, or one for every sequence of a pipeline's step; empty: 1."""
+    positions: int = 0
+    """Of one item in the encoder, where it may have any size; 0: the model fixes it."""
+    num_tower_layers: int = 0
+    """The encoder's layers, which stand at the beginning."""
+
+    def items(self, sequences: int) -> list[int]:
+        """Items of each of a pipeline's sequences; a broken number is spread evenly."""
+        if self.decodes:
+            return [1] * sequences
+        if len(self.images) > 1:
+            if len(self.images) != sequences:
+                raise OctoPipeError(
+                    f"images of {len(self.images)} sequences for a pipeline's step of {sequences}; give one for each"
+                )
+            return [int(count) for count in self.images]
+        mean = self.images[0] if self.images else 1.0
+        return [math.floor((k + 1) * mean + 1e-9) - math.floor(k * mean + 1e-9) for k in range(sequences)]
+
+    def typical(self, sequences: int) -> list[int]:
+        """Items of a micro-batch that is measured: as many as there are on average, at least one unless there are
+        none at all."""
+        if self.decodes:
+            return [1] * sequences
+        mean = sum(self.images) / len(self.images) if self.images else 1.0
+        total = max(1, round(mean * sequences)) if mean else 0
+        return [total // sequences + (k < total % sequences) for k in range(sequences)]
+
+    def check_fits(self, seq: int) -> None:
+        """Raise where a sequence cannot hold its items."""
+        most = max(self.images, default=1.0)
+        if most * self.places > seq:
+            size = " and a smaller --encoder-seq" if self.positions else ""
+            raise OctoPipeError(
+                f"{most:g} images of {self.places} tokens do not fit in a sequence of {seq}; use a longer --seq, fewer "
+                f"--images{size}"
+            )
+
+    def made_up(
+        self, tokens: Tensor, items: Sequence[int], *, seed: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs and next tokens of a micro-batch.
+
+        `tokens`: [rows, seq + 1]; an item's places come first in its sequence. `seed`: one per row, for the values of
+        its items.
+        """
+        if self.decodes:
+            inputs = {"decoder_input_ids": tokens[:, :-1].contiguous()}
+            if self.source_tokens:
+                width = tokens.shape[1]
+                inputs["input_ids"] = tokens.repeat(1, -(-self.source_tokens // width))[:, : self.source_tokens]
+            return {**inputs, **self._values(items, seed, dtype)}, tokens[:, 1:].contiguous()
+        rows = tokens.clone()
+        item = [] if self.before is None else [self.before]
+        item += [self.token] * (self.places - len(item))
+        rows[rows == self.token] = (self.token + 1) % self.vocab  # words do not stand for images
+        for row, count in enumerate(items):
+            rows[row, : count * self.places] = torch.tensor(item * count)
+        ids, wanted = rows[:, :-1].contiguous(), rows[:, 1:].clone()
+        for row, count in enumerate(items):
+            if self.places:
+                wanted[row, : max(count * self.places - 1, 0)] = IGNORED
+        inputs = {"input_ids": ids, **{name: (ids == self.token).long() for name in self.marks}}
+        return {**inputs, **self._values(items, seed, dtype)}, wanted
+
+    def ignored(self, count: int) -> int:
+        """Targets of a sequence with so many items that no loss counts."""
+        return 0 if self.decodes else max(count * self.places - 1, 0)
+
+    def _values(self, items: Sequence[int], seed: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Features of all items; nothing where the micro-batch has none."""
+        total = sum(items)
+        if not total:
+            return {}
+        out: dict[str, Tensor] = {}
+        for name, shape in self.features.items():
+            parts = []
+            for count, number in zip(items, seed, strict=True):
+                generator = torch.Generator().manual_seed(number & (2**63 - 1))
+                if count:
+                    parts.append(torch.randn(count * shape[0], *shape[1:], generator=generator))
+            out[name] = torch.cat(parts).to(dtype)
+        out |= {name: torch.tensor([row] * total) for name, row in self.numbers.items()}
+        return out
+
+
+def form_of(
+    example: Mapping[str, Any], config: Any, *, num_tower_layers: int, vocab: int, where: str = "the model"
+) -> InputForm:
+    """The form of an example's inputs (`examples.example_of`)."""
+    given = {name: value for name, value in example.items() if isinstance(value, Tensor)}
+    decodes = "decoder_input_ids" in given
+    ids = given.pop("input_ids", None)
+    given.pop("decoder_input_ids", None)
+    features = {
+        name: (value.shape[0] // ROWS, *value.shape[1:]) for name, value in given.items() if value.is_floating_point()
+    }
+    marks = tuple(name for name in MARKS if name in given)
+    numbers = {
+        name: tuple(int(n) for n in value[0])
+        for name, value in given.items()
+        if not value.is_floating_point() and name not in marks and value.ndim == 2 and value.shape[0] == ROWS
+    }
+    left = sorted(given.keys() - features.keys() - numbers.keys() - set(marks))
+    if left or (decodes and features and ids is not None):
+        raise OctoPipeError(f"{where}: it is not known how batches of {', '.join(left) or 'its inputs'} are made up")
+    if decodes:
+        tokens = 0 if ids is None else int(ids.shape[1])
+        return InputForm(
+            features=features, source_tokens=tokens, decodes=True, vocab=vocab, num_tower_layers=num_tower_layers,
+            positions=tokens, start=int(getattr(config, "decoder_start_token_id", None) or 0),
+        )  # fmt: skip
+    keys = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+    token = next((int(v) for v in (getattr(config, key, None) for key in keys) if v is not None), None)
+    assert ids is not None
+    marked = 0 if token is None else int((ids[0] == token).sum())
+    before = getattr(config, "vision_start_token_id", None) if marked else None
+    before = None if before is None or int(before) not in ids[0].tolist() else int(before)
+    form = InputForm(
+        features=features, numbers=numbers, marks=marks, places=marked + (before is not None), token=token or 0,
+        before=before, vocab=vocab, num_tower_layers=num_tower_layers,
+    )  # fmt: skip
+    return _of_any_size(form, config, ANY_SIZE_TOKENS * _merge(config) ** 2) if GRID in numbers else form
+
+
+def with_items(
+    form: InputForm, config: Any, *, images: tuple[float, ...], encoder_seq: int | None, seq: int, where: str
+) -> InputForm:
+    """The form with other numbers of items, and items of another size."""
+    if images and form.decodes:
+        raise OctoPipeError(f"{where} is an encoder-decoder, which reads one input per sequence; leave --images out")
+    if images and not form.places:
+        raise OctoPipeError(f"{where}: its images take no token's place, and each sequence has one; leave --images out")
+    if any(count != int(count) for count in images) and len(images) > 1:
+        raise OctoPipeError(f"{where}: --images of single sequences are whole numbers; give no fractions in a list")
+    form = replace(form, images=images)
+    if form.decodes and form.source_tokens:
+        tokens = encoder_seq or seq
+        form = replace(form, source_tokens=tokens, positions=tokens)
+    elif encoder_seq is not None:
+        if GRID not in form.numbers:
+            raise OctoPipeError(f"{where}: the model fixes the size of what its encoder reads; leave --encoder-seq out")
+        form = _of_any_size(form, config, encoder_seq)
+    form.check_fits(seq)
+    return form
+
+
+def _merge(config: Any) -> int:
+    return int(config.vision_config.spatial_merge_size)
+
+
+def _of_any_size(form: InputForm, config: Any, patches: int) -> InputForm:
+    """Images of so many patches: as square as their number allows."""
+    merge = _merge(config)
+    cells = patches // merge**2
+    high = next((h for h in range(math.isqrt(max(cells, 1)), 0, -1) if cells and cells % h == 0), 0)
+    if not high or cells * merge**2 != patches:
+        raise OctoPipeError(f"--encoder-seq {patches} is not a multiple of {merge**2} patches, which become one token")
+    (name, shape), *_ = [(n, s) for n, s in form.features.items() if n == "pixel_values"]
+    return replace(
+        form,
+        features={**form.features, name: (patches, *shape[1:])},
+        numbers={**form.numbers, GRID: (1, high * merge, cells // high * merge)},
+        places=cells + (form.before is not None),
+        positions=patches,
+    )

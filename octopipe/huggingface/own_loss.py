@@ -1,0 +1,111 @@
+"""The loss that a model's own forward computes, found by asking the forward.
+
+Knows: how a forward is run on given logits (around placeholder layers, with a placeholder for the projection to the
+vocabulary), and which losses it may have computed. Does not know: pipelines or how models are split.
+
+A forward that calls the model's `loss_function` on its logits uses that function. Others compute a loss by hand, which
+is compared, on random logits with some labels ignored, with the usual ones. A loss that equals none is rejected.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.labels import IGNORED, AlignedLoss, CausalLoss
+from octopipe.huggingface.sections import quiet
+from octopipe.huggingface.shell import (
+    Unpacked,
+    fill_buffers,
+    hidden_leaf,
+    leaves_of,
+    real_buffer,
+    shell_of,
+    zeros_like_all_of,
+)
+
+
+def uses_its_loss_function(model: nn.Module) -> bool:
+    """Whether the forward names `self.loss_function`."""
+    return "loss_function" in inspect.getsource(inspect.unwrap(type(model).forward))
+
+
+def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any) -> CausalLoss:
+    """The loss of the model's forward; `returns(layer)`: how many results its layers return."""
+    # Aligned first: a `loss_function` that does not shift labels counts all of them, and this one knows how many.
+    candidates = [CausalLoss(model, AlignedLoss())]
+    named = getattr(getattr(model, "loss_function", None), "__name__", "")
+    if uses_its_loss_function(model) or named == "ForCausalLMLoss":
+        candidates.append(CausalLoss(model))
+    try:
+        found, logits, labels = _asked(model, paths, example, returns)
+    except Exception as error:  # a forward that cannot be asked
+        why = f"its forward fails on given logits ({' '.join(str(error).split())[:100]})"
+        raise _refusal(model, why) from None
+    for loss in candidates:
+        try:
+            mine = loss(logits, labels)
+        except Exception:  # a function that takes other arguments
+            continue
+        if torch.allclose(mine.double(), found.double(), rtol=1e-4, atol=1e-5):
+            return loss
+    raise _refusal(model, "which is none of the usual ones")
+
+
+def _refusal(model: nn.Module, why: str) -> OctoPipeError:
+    return OctoPipeError(
+        f"{type(model).__name__} computes its loss by hand in its forward, {why}; give Pipeline a loss of your own "
+        "(the last layer's output are the logits)"
+    )
+
+
+class _Given(nn.Module):
+    """In the place of the projection to the vocabulary: gives the same logits whatever it is asked."""
+
+    def __init__(self, logits: Tensor, weight: Tensor):
+        super().__init__()
+        self.logits, self.weight, self.bias = logits, weight, None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.logits
+
+
+def _asked(
+    model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss that the forward computes of random logits, with these logits and labels."""
+    shell, answers = shell_of(
+        model,
+        paths,
+        lambda _, old: zeros_like_all_of(old, "cpu") if isinstance(old, nn.Parameter) else real_buffer(old, "cpu"),
+    )
+    fill_buffers(model, shell)
+    shell.eval()
+    projection = shell.get_output_embeddings()  # type: ignore[operator]
+    names = [name for name, module in shell.named_modules() if module is projection]
+    ids = example.get("decoder_input_ids", example.get("input_ids", None))
+    assert isinstance(ids, Tensor) and names
+    vocab = int(projection.weight.shape[0])
+    drawn = torch.Generator().manual_seed(0)
+    logits = torch.randn(*ids.shape, vocab, generator=drawn, dtype=torch.float64).to(projection.weight.dtype)
+    labels = torch.randint(0, vocab, ids.shape, generator=drawn)
+    labels[0, :2] = labels[-1, -1] = IGNORED
+    owner, _, attribute = names[0].rpartition(".")
+    setattr(shell.get_submodule(owner), attribute, _Given(logits, projection.weight))
+
+    def visit(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, _ = leaves_of(args, kwargs)
+        hidden = leaves[hidden_leaf(leaves)]
+        return (hidden, *[None] * (abs(returns(layer)) - 1)) if returns(layer) else hidden
+
+    inputs = {name: value for name, value in example.items() if value is not None}
+    with torch.no_grad(), answers.given_by(visit), Unpacked(inputs):
+        out = shell(**inputs, labels=labels, **quiet(model))
+    if out.logits.shape != logits.shape:
+        raise ValueError("it changes the shape of its logits behind the projection")
+    return out.loss, out.logits, labels

@@ -1,0 +1,95 @@
+"""Which tensors a tensor was computed from, followed through a forward call by call.
+
+Knows: names given to tensors ("sources"), and the names that reach any tensor computed from them. Does not know: models
+or what the names mean.
+
+Calls of torch's Python functions are followed; what is computed elsewhere (a custom autograd function, say) has no
+names, and `torch.Tensor.requires_grad` tells whether something was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
+
+NONE: frozenset[Hashable] = frozenset()
+SHAPE_ALONE = frozenset(
+    (
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_tensor",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+    )
+)
+"""Calls whose results have nothing of their arguments' values."""
+LIKE_SECOND = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
+"""Calls that use the values of their first argument alone."""
+IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"))
+
+
+class Provenance(TorchFunctionMode):
+    """While it is active, every result has the names of the tensors that it was computed from.
+
+    With `meta` set, calls run on the meta device: shapes and names alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta = False
+        self._names: dict[int, frozenset[Hashable]] = {}
+        self._alive: list[Tensor] = []
+        """A tensor that ceases to exist would leave its identity to another."""
+
+    def name(self, tensor: Tensor, *names: Hashable) -> None:
+        """Add names to a tensor."""
+        self._names[id(tensor)] = self.of(tensor) | frozenset(names)
+        self._alive.append(tensor)
+
+    def of(self, tensor: Tensor) -> frozenset[Hashable]:
+        """The names of everything that the tensor was computed from."""
+        return self._names.get(id(tensor), NONE)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with WithoutFunctionModes():
+            name = getattr(func, "__name__", "")
+            used = () if name in SHAPE_ALONE else args[:1] if name in LIKE_SECOND else (args, kwargs)
+            given = [leaf for leaf in pytree.tree_leaves(used) if isinstance(leaf, Tensor)]
+            names = NONE.union(*(self.of(tensor) for tensor in given)) if given else NONE
+            if self.meta:
+                args, kwargs = pytree.tree_map(on_meta, (args, kwargs))
+        out = func(*args, **kwargs)
+        if names:
+            with WithoutFunctionModes():
+                changed = [args[0]] if args and _changes_first(func) and isinstance(args[0], Tensor) else []
+                changed += [] if not changed or changed[0]._base is None else [changed[0]._base]
+                changed += [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+                for result in (*changed, *(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))):
+                    self._names[id(result)] = self.of(result) | names
+                    self._alive.append(result)
+        return out
+
+
+def on_meta(value: Any) -> Any:
+    """A tensor without memory in place of a tensor, and the meta device in place of a device."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        return value
+    return torch.empty_like(value, device="meta")
+
+
+def _changes_first(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))

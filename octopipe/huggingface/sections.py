@@ -1,0 +1,362 @@
+"""Where a model with several stacks of layers can be split: towers, encoder-decoders, and layers that share tensors.
+
+Knows: in which order a forward visits the layers of all stacks, at which visits something new is computed between
+layers, and what that needs: parameters, outputs of earlier layers, inputs of the model. Does not know: how the pieces
+run (`passages.py`), where weights come from, or model families by name.
+
+The code between two layers is a *passage*. A passage stands before the first layer, behind the last one, and wherever a
+layer does not simply take what the layer before it returned: between a tower and the language model, between an encoder
+and the decoder. What a passage needs is found by running the model's forward once on an example with placeholder layers
+and following which tensors every argument of every layer was computed from (`provenance.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.provenance import Provenance
+from octopipe.huggingface.shell import (
+    Refused,
+    Unpacked,
+    fill_buffers,
+    hidden_leaf,
+    leaves_of,
+    outside,
+    real_buffer,
+    shell_of,
+    zeros_like_all_of,
+)
+from octopipe.runtime.torch_private import WithoutFunctionModes
+
+COUNTS = re.compile(r"(^|_)(layers?|depth|blocks)$")
+"""Config keys whose values are numbers of layers."""
+MOST_VISITS = 4096
+"""A forward that visits more layers than this is not a pipeline."""
+
+
+MOST_STACKS = 6
+"""Of the lists that may be stacks, the largest are tried."""
+WITH_NONE = -2
+"""Among what layers may return: the hidden state and None (XLNet's second stream where it is not used)."""
+MOST_GUESSES = 24
+"""How many combinations of what layers return are tried."""
+
+
+class _NotVisited(Refused):
+    """The example does not run these lists' layers."""
+
+    def __init__(self, paths: list[str]):
+        super().__init__(f"its forward does not run {', '.join(paths)} on the example")
+        self.paths = paths
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """In place of what a layer returns beside its hidden state: the visit and the place among its results."""
+
+    visit: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """What a trace found. Visits and passages are numbered in the order in which the forward runs them."""
+
+    paths: tuple[str, ...]
+    """The lists of layers."""
+    layers: tuple[str, ...]
+    """Every layer's name in the model, one list after the other."""
+    returns: tuple[int, ...]
+    """Per layer: it returns a tuple of so many, (0) the hidden state itself, or (negative) a tuple of so many of which
+    all but the hidden state are None."""
+    visits: tuple[int, ...]
+    """The layer of every visit; a layer that is used several times is visited several times."""
+    starts: tuple[int, ...]
+    """The first visit behind every passage; the last passage stands behind all visits."""
+    parameters: tuple[frozenset[str], ...]
+    """Per passage: the parameters that it uses."""
+    outputs: tuple[frozenset[int], ...]
+    """Per passage: the visits whose hidden states it uses."""
+    values: tuple[frozenset[str], ...]
+    """Per passage: the inputs of the model whose values it uses."""
+    kept: Mapping[tuple[int, int], tuple[int, int]]
+    """Arguments (visit, leaf) that an earlier passage has made already, as that visit's leaf."""
+    asides: Mapping[int, frozenset[int]]
+    """Per visit: the results beside the hidden state that later layers take."""
+    last_aside: Mapping[tuple[int, int], int]
+    """The last visit that takes such a result."""
+    own: Mapping[tuple[int, int], Any]
+    """Arguments that are objects of the model's (configs, functions): the same for every batch."""
+    shared: Mapping[tuple[int, int], int]
+    """Arguments that are one container for several layers: its number."""
+    inputs: tuple[str, ...]
+    """The names of the example's inputs."""
+
+    def passage_of(self, visit: int) -> int:
+        """The passage that makes the arguments of a visit."""
+        return max(p for p, start in enumerate(self.starts) if start <= visit)
+
+    def stop(self, passage: int) -> int:
+        """The first visit that the passage makes no arguments for."""
+        return self.starts[passage + 1] if passage + 1 < len(self.starts) else self.starts[passage]
+
+    def is_idle(self, visit: int) -> bool:
+        """Whether nothing uses what this visit and those behind it up to the next passage return."""
+        rest = range(visit, self.stop(self.passage_of(visit)))
+        return all(self.last_use(g) < 0 and not self.asides.get(g) for g in rest)
+
+    def last_use(self, visit: int) -> int:
+        """The last passage that uses this visit's hidden state, or -1."""
+        return max((p for p, used in enumerate(self.outputs) if visit in used), default=-1)
+
+
+def stacks(model: nn.Module) -> list[str]:
+    """The lists that may be stacks of layers, largest first: as long as a number of layers in the config, or any."""
+    wanted = set(_counts(model.config.to_dict()))  # type: ignore[union-attr, operator]
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if type(module) is nn.ModuleList and len(module) and not inside:
+            found.append((name, module))
+    counted = [item for item in found if len(item[1]) in wanted]
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in counted or found}
+    return sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:MOST_STACKS]
+
+
+def _counts(data: Any) -> Iterator[int]:
+    for key, value in data.items() if isinstance(data, dict) else ():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif isinstance(value, int) and COUNTS.search(str(key)):
+            yield value
+
+
+def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
+    """The sections of a model (on `meta` or real), or one line that says why it has none."""
+    found = stacks(model)
+    if not found:
+        raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers")
+    reason = ""
+    # All stacks are layers of the pipeline if the forward allows it; else the smaller ones run within a passage.
+    tried = [found[:count] for count in range(len(found), 0, -1)]
+    for chosen in tried:
+        paths = [name for name, _ in model.named_modules() if name in chosen]
+        for returns in _guesses(model, paths):
+            try:
+                return _Trace(model, paths, returns, example).run()
+            except _NotVisited as error:
+                used = [path for path in chosen if path not in error.paths]
+                if used and used not in tried:
+                    tried.insert(tried.index(chosen) + 1, used)
+                break
+            except OctoPipeError:
+                raise
+            except Exception as error:  # whatever a family's code does with values that it does not expect
+                text = " ".join(str(error).split())[:160]
+                word = text if isinstance(error, Refused) else f"its forward fails ({type(error).__name__}: {text})"
+                if isinstance(error, Refused) or not reason:
+                    reason = word
+    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
+
+
+def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
+    """What the layers of every list may return, likely ones first: a tensor, a tuple of one to three, or a tuple of a
+    tensor and None."""
+    said = []
+    for path in paths:
+        layer = next(iter(model.get_submodule(path).children()))
+        annotated = str(inspect.signature(layer.forward).return_annotation).lower()
+        said.append((1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE))
+    alike = [(count,) * len(paths) for count in (said[0][0], 0, 1, 2, 3, WITH_NONE)]
+    mixed = itertools.product((0, 1, 2, 3), repeat=len(paths))
+    by_word = sorted(mixed, key=lambda guess: sum(said[k].index(n) for k, n in enumerate(guess)))
+    return list(dict.fromkeys((*alike, *by_word)))[:MOST_GUESSES]
+
+
+class _Trace:
+    """One attempt."""
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], returns: Sequence[int], example: Mapping[str, Any]):
+        self.model, self.paths, self.example = model, tuple(paths), example
+        self.layers: list[str] = []
+        self.returns: list[int] = []
+        for path, count in zip(paths, returns, strict=True):
+            for key, _ in model.get_submodule(path).named_children():
+                self.layers.append(f"{path}.{key}")
+                self.returns.append(count)
+        self.visits: list[int] = []
+        self.hidden: list[Tensor] = []
+        """What every visit returned."""
+        self.starts: list[int] = []
+        self.parameters: list[set[str]] = []
+        self.outputs: list[set[int]] = []
+        self.values: list[set[str]] = []
+        self.first: dict[int, tuple[int, int]] = {}
+        """Where a tensor was an argument first, by its identity."""
+        self.alive: list[Any] = []
+        self.kept: dict[tuple[int, int], tuple[int, int]] = {}
+        self.asides: dict[int, set[int]] = {}
+        self.last_aside: dict[tuple[int, int], int] = {}
+        self.own: dict[tuple[int, int], Any] = {}
+        self.containers: dict[int, list[tuple[int, int]]] = {}
+        self.provenance = Provenance()
+
+    def run(self) -> Sections:
+        shell, answers = shell_of(
+            self.model,
+            self.paths,
+            lambda name, old: (
+                zeros_like_all_of(old, "cpu").requires_grad_(old.is_floating_point())
+                if isinstance(old, nn.Parameter)
+                else real_buffer(old, "cpu")
+            ),
+        )
+        fill_buffers(self.model, shell)
+        shell.eval()
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            if not name.startswith(tuple(f"{path}." for path in self.paths)):
+                owner, _, attribute = name.rpartition(".")
+                self.provenance.name(getattr(shell.get_submodule(owner), attribute), ("parameter", name))
+        inputs = {name: value for name, value in self.example.items() if value is not None}
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self.provenance.name(value, ("input", name))
+        head = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
+        if isinstance(head, nn.Module):  # a vocabulary's logits need their shape alone
+            head.register_forward_pre_hook(lambda *_: setattr(self.provenance, "meta", True))
+        with answers.given_by(self._visit), Unpacked(inputs), self.provenance:
+            out = shell(**inputs, **quiet(self.model))
+        logits = getattr(out, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise Refused("its forward gives no logits")
+        run = {self.layers[layer].rpartition(".")[0] for layer in self.visits}
+        if run != set(self.paths):
+            raise _NotVisited(sorted(set(self.paths) - run))
+        if len(set(self.visits)) < len(self.layers):
+            raise Refused(f"its forward runs {len(set(self.visits))} of {len(self.layers)} layers")
+        self._begin(len(self.visits))
+        self._needs(self.provenance.of(logits))
+        return self._found()
+
+    def _visit(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        g = len(self.visits)
+        if g >= MOST_VISITS:
+            raise Refused(f"its forward visits layers more than {MOST_VISITS} times")
+        with WithoutFunctionModes():
+            leaves, _ = leaves_of(args, kwargs)
+            at = hidden_leaf(leaves)
+            chained = bool(self.hidden) and leaves[at] is self.hidden[-1]
+            late = any(self._is_late(leaf) for i, leaf in enumerate(leaves) if not (chained and i == at))
+            if not chained or late:
+                self._begin(g)
+            for i, leaf in enumerate(leaves):
+                self._argument(g, i, leaf, chained=chained and i == at)
+            self.visits.append(layer)
+            out = torch.zeros_like(leaves[at], requires_grad=True)
+            self.hidden.append(out)
+            self.provenance.name(out, ("visit", g))
+        return returned(out, self.returns[layer], g)
+
+    def _is_late(self, leaf: Any) -> bool:
+        """Whether an argument was computed from a layer behind the current passage."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.first or not self.starts:
+            return False
+        return any(name[0] == "visit" and name[1] >= self.starts[-1] for name in self.provenance.of(leaf))  # type: ignore[index]
+
+    def _begin(self, g: int) -> None:
+        self.starts.append(g)
+        self.parameters.append(set())
+        self.outputs.append(set())
+        self.values.append(set())
+
+    def _argument(self, g: int, i: int, leaf: Any, *, chained: bool) -> None:
+        if chained:
+            return
+        if isinstance(leaf, Aside):
+            self.asides.setdefault(leaf.visit, set()).add(leaf.place)
+            self.last_aside[leaf.visit, leaf.place] = g
+        elif isinstance(leaf, Tensor):
+            names = self.provenance.of(leaf)
+            live = any(name[0] in ("parameter", "visit") for name in names)  # type: ignore[index]
+            if leaf.requires_grad and not live:
+                raise Refused(
+                    f"an argument of its layers (visit {g}) is computed out of sight, by a custom autograd function"
+                )
+            where = self.first.setdefault(id(leaf), (g, i))
+            self.alive.append(leaf)
+            if live and where[0] < self.starts[-1]:
+                self.kept[g, i] = where
+            elif where == (g, i):
+                self._needs(names)
+        elif isinstance(leaf, dict | list):
+            self.containers.setdefault(id(leaf), []).append((g, i))
+            self.alive.append(leaf)
+        elif type(leaf).__name__.endswith("Cache"):
+            raise Refused(f"its layers share a {type(leaf).__name__} in training")
+        elif not isinstance(leaf, SENT):
+            self.own[g, i] = leaf
+
+    def _needs(self, names: frozenset[Any]) -> None:
+        needs: dict[str, Any] = {"parameter": self.parameters, "visit": self.outputs, "input": self.values}
+        for kind, name in names:
+            needs[kind][-1].add(name)
+
+    def _found(self) -> Sections:
+        used = set().union(*self.parameters)
+        named = [name for name, _ in outside(self.model, self.paths) if name in _parameters(self.model)]
+        by_tensor = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False) if name in used}
+        # What nothing uses stays in the model, as it does in the whole one.
+        idle = {name for name in named if id(self.model.get_parameter(name)) not in by_tensor}
+        parameters = [set(names) for names in self.parameters]
+        parameters[0] |= idle
+        shared: dict[tuple[int, int], int] = {}
+        for number, places in enumerate(p for p in self.containers.values() if len({g for g, _ in p}) > 1):
+            shared |= dict.fromkeys(places, number)
+        return Sections(
+            paths=self.paths,
+            layers=tuple(self.layers),
+            returns=tuple(self.returns),
+            visits=tuple(self.visits),
+            starts=tuple(self.starts),
+            parameters=tuple(map(frozenset, parameters)),
+            outputs=tuple(map(frozenset, self.outputs)),
+            values=tuple(map(frozenset, self.values)),
+            kept=self.kept,
+            asides={g: frozenset(places) for g, places in self.asides.items()},
+            last_aside=self.last_aside,
+            own=self.own,
+            shared=shared,
+            inputs=tuple(self.example),
+        )
+
+
+SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)
+"""Arguments that travel with a micro-batch."""
+
+
+def returned(hidden: Tensor, returns: int, visit: int) -> Any:
+    """A hidden state as a layer returns it, with placeholders for whatever stands beside it."""
+    if returns < 0:
+        return (hidden, *[None] * (-returns - 1))
+    return (hidden, *(Aside(visit, place) for place in range(1, returns))) if returns else hidden
+
+
+def quiet(model: nn.Module) -> dict[str, Any]:
+    """Arguments of a forward that trains: no cache, and no outputs that nobody asked for."""
+    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    out = {"use_cache": False} if "use_cache" in names or open_ended else {}
+    return {**out, "use_mems": False} if "use_mems" in names else out
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,299 @@
+"""Layers of models that read more than one stream of tokens: vision and audio towers, encoder-decoders.
+
+Knows: what an encoder reads (`Source`), its layers, the layer at which its output joins the decoder's tokens, and
+decoder blocks that attend to an encoder's output. Does not know: config files (`readers/`), time, memory or torch.
+
+A micro-batch passes all layers of such a model one after the other, as the model's forward runs them: the encoder, the
+joining layer, the decoder. What differs from a plain decoder is how much each layer works on. An encoder's layer works
+on the positions of its items (patches of images, frames of recordings, tokens of a source text), of which a sequence
+may have any number.
+
+>>> picture = Source(kind="image", positions=576, tokens=576)
+>>> layer = TowerLayer(inner=Projection(hidden=1024, width=588), source=picture)
+>>> layer.symbol, layer.parameters, picture.per(sequence=3.0).items
+('v', 603136, 3.0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.layers import Embedding, Layer, Mlp, norm_parameters
+from octopipe.models.mixers import Attention
+
+SourceKind = Literal["image", "audio", "text"]
+_SYMBOLS = {"image": "V", "audio": "A", "text": "S"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What an encoder reads: items of so many positions each."""
+
+    kind: SourceKind
+    positions: int
+    """Of one item in the encoder: patches of an image, frames of a recording, tokens of a source text."""
+    tokens: int = 0
+    """Places that an item takes in the decoder's sequence; 0: none, decoder blocks attend to the encoder's output."""
+    free: bool = False
+    """Whether items may have any number of positions; otherwise the model fixes it."""
+    items: float = 1.0
+    """Per sequence, on average."""
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether this is the encoder of an encoder-decoder, which reads one item per sequence."""
+        return self.tokens == 0
+
+    def per(self, *, sequence: float) -> Source:
+        """The same with another number of items per sequence."""
+        return replace(self, items=sequence)
+
+    def of_size(self, positions: int) -> Source:
+        """The same with items of another size; they take places in the decoder's sequence in proportion."""
+        return replace(
+            self, positions=positions, tokens=max(1, self.tokens * positions // self.positions) * (self.tokens > 0)
+        )
+
+    def words(self) -> str:
+        """What one item is called."""
+        return {"image": "image", "audio": "recording", "text": "source text"}[self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection(Layer):
+    """One matrix from `width` values to the width of the stream: an embedding of patches or frames."""
+
+    width: int
+    bias: bool = True
+    positions: int = field(default=0, metadata={"optional": True})
+    """Learned positions; 0: none."""
+
+    kind: ClassVar[str] = "projection"
+
+    @property
+    def symbol(self) -> str:
+        return "="
+
+    @property
+    def parameters(self) -> int:
+        return (self.width + self.bias + self.positions) * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projector(Layer):
+    """A norm and a feed-forward from `width` values through `ffn` values to the width of the decoder's stream."""
+
+    width: int
+    ffn: int = field(default=0, metadata={"optional": True})
+    """Values between two matrices; 0: there is one matrix."""
+    bias: bool = True
+
+    kind: ClassVar[str] = "projector"
+
+    @property
+    def symbol(self) -> str:
+        return "="
+
+    @property
+    def parameters(self) -> int:
+        if not self.ffn:
+            return (self.width + self.bias) * self.hidden
+        return (self.width + self.bias) * self.ffn + (self.ffn + self.bias) * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLayer(Layer):
+    """A layer of an encoder: any other layer, on the positions of the encoder's items."""
+
+    hidden: int = 0
+    """Taken from the inner layer where it is left out."""
+    inner: Layer
+    source: Source
+
+    kind: ClassVar[str] = "encoder"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self.hidden or self.inner.hidden)
+        Layer.__post_init__(self)
+
+    @property
+    def symbol(self) -> str:
+        """V, A or S by what is read; small for the embedding of patches, frames or tokens; w for windowed attention."""
+        if len(self.parts) == 1:
+            return _SYMBOLS[self.source.kind].lower()
+        return "w" if getattr(self.parts[0], "window", None) else _SYMBOLS[self.source.kind]
+
+    @property
+    def parameters(self) -> int:
+        return self.inner.parameters
+
+    @property
+    def tied_parameters(self) -> int:
+        return self.inner.tied_parameters
+
+    @property
+    def parts(self) -> tuple[Layer, ...]:
+        return self.inner.parts
+
+    @property
+    def sources(self) -> tuple[Source | None, ...]:
+        return (self.source,) * len(self.parts)
+
+    def reading(self, source: Source) -> TowerLayer:
+        return replace(self, source=source)
+
+    def scaled(self, factor: float) -> TowerLayer:
+        raise _not_scaled()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Layer):
+    """Where the decoder begins, or takes in features once more: its embedding of tokens, and the encoder's output as
+    the decoder takes it."""
+
+    embedding: Embedding | None = None
+    """None: the decoder has begun already, and only features are added to its stream."""
+    projectors: tuple[Projector, ...] = ()
+    source: Source
+    tied: bool = False
+    """The embedding's table is the encoder's (T5, BART)."""
+
+    kind: ClassVar[str] = "join"
+
+    @property
+    def symbol(self) -> str:
+        return "j" if self.embedding is None else "J"
+
+    @property
+    def parameters(self) -> int:
+        own = 0 if self.embedding is None or self.tied else self.embedding.parameters
+        return own + sum(p.parameters for p in self.projectors)
+
+    @property
+    def tied_parameters(self) -> int:
+        return self.embedding.parameters if self.embedding is not None and self.tied else 0
+
+    @property
+    def parts(self) -> tuple[Layer, ...]:
+        return (*(() if self.embedding is None else (self.embedding,)), *self.projectors)
+
+    @property
+    def sources(self) -> tuple[Source | None, ...]:
+        merged = replace(self.source, positions=self.source.tokens or self.source.positions)
+        return (*(() if self.embedding is None else (None,)), *[merged] * len(self.projectors))
+
+    def reading(self, source: Source) -> Join:
+        return replace(self, source=source)
+
+    def scaled(self, factor: float) -> Join:
+        raise _not_scaled()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttention(Layer):
+    """Attention of the decoder's tokens to all positions of an encoder's output."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    memory: int
+    """Width of the encoder's output."""
+    source: Source
+    bias: bool = False
+
+    kind: ClassVar[str] = "cross_attention"
+
+    @property
+    def symbol(self) -> str:
+        return "c"
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        h, q, kv = self.hidden, self.query_width, self.kv_width
+        count = h * q + 2 * self.memory * kv + q * h
+        return count + (q + 2 * kv + h) * self.bias + norm_parameters("layer" if self.bias else "rms", h)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossBlock(Layer):
+    """A decoder block that attends to its own tokens, then to an encoder's output, then feeds forward."""
+
+    hidden: int = 0
+    """Taken from the mixer where it is left out."""
+    mixer: Attention
+    cross: CrossAttention
+    ffn: Mlp
+
+    kind: ClassVar[str] = "decoder"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self.hidden or self.mixer.hidden)
+        Layer.__post_init__(self)
+        if not self.hidden == self.mixer.hidden == self.cross.hidden == self.ffn.hidden:
+            raise OctoPipeError("decoder block: self-attention, cross-attention and feed-forward differ in width")
+
+    @property
+    def symbol(self) -> str:
+        return "C"
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Layer, ...]:
+        return (self.mixer, self.cross, self.ffn)
+
+    @property
+    def source(self) -> Source:
+        return self.cross.source
+
+    def reading(self, source: Source) -> CrossBlock:
+        return replace(self, cross=replace(self.cross, source=source))
+
+    def scaled(self, factor: float) -> CrossBlock:
+        raise _not_scaled()
+
+
+def _not_scaled() -> OctoPipeError:
+    return OctoPipeError("a model with a tower or an encoder cannot be scaled; give a config of smaller sizes")
+
+
+TowerPart = TowerLayer | Join | CrossBlock
+"""The layers that know what an encoder reads."""
+
+
+def passed_on(layer: Layer, *, seq: float, sequences: float) -> float:
+    """Values that a layer of such a model hands to the next one, for so many sequences: its stream, and in an
+    encoder-decoder's decoder the encoder's output, which every later block reads."""
+    if isinstance(layer, TowerLayer):
+        return sequences * layer.source.items * layer.source.positions * layer.hidden
+    values = sequences * seq * layer.hidden
+    if isinstance(layer, Join | CrossBlock) and layer.source.is_attended:
+        width = layer.cross.memory if isinstance(layer, CrossBlock) else layer.hidden
+        values += sequences * layer.source.items * layer.source.positions * width
+    return values
+
+
+__all__ = [
+    "CrossAttention",
+    "CrossBlock",
+    "Join",
+    "Projection",
+    "Projector",
+    "Source",
+    "SourceKind",
+    "TowerLayer",
+    "TowerPart",
+    "passed_on",
+]

@@ -1,0 +1,78 @@
+"""Parameters, activations and FLOPs of every layer of a model that is to be run, before any layer exists.
+
+Knows: what a model's description says about the sizes of its layers. Does not know: what a run keeps of them
+(`training/memory_check.py`), or what a profile needs (`forecast.py`).
+
+Parameters are exact. Activations assume flash attention and fused losses (analytic sizes if the model's layers are
+known, otherwise 34 bytes per token and hidden unit at 2 bytes a value).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.flops import layer_flops
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
+from octopipe.models.readers.hf_config import from_config
+from octopipe.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from octopipe.huggingface.described import HfModel
+
+VALUE_BYTES = {"fp64": 8.0, "fp32": 4.0}
+"""Of an activation, by precision; all others compute in 16 bits."""
+
+
+def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
+    """Parameters of every layer; a tied head counts them too, for the rank that holds it alone."""
+    if isinstance(spec, ModelSpec):
+        tied = getattr(spec.layers[-1], "tied", False)
+        counts = [layer.parameters for layer in spec]
+        return [*counts[:-1], counts[-1] + (spec.vocab * spec.hidden if tied else 0)]
+    if spec.layer_parameters:
+        return list(spec.layer_parameters)
+    return [spec.training_parameters // spec.num_layers] * spec.num_layers
+
+
+def layer_activations(
+    spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1, precision: str = "fp32"
+) -> list[float]:
+    """Bytes that every layer holds for one micro-batch until its backward."""
+    width = VALUE_BYTES.get(precision, 2.0)
+    known = planned_spec(spec)
+    if known is not None:
+        costs = setup_costs(known, Setup(gpu=gpu(DEFAULT_GPU), seq=seq, micro_batch_size=micro_batch_size))
+        held = (costs.activation_bytes * width / 2.0).tolist()
+        return [*held[:-1], held[-1] + float(costs.workspace_bytes[-1])]
+    tokens = seq * micro_batch_size
+    inside = 17.0 * width * tokens * spec.hidden
+    return [width * tokens * spec.hidden, *[inside] * (spec.num_layers - 2), (width + 4.0) * tokens * spec.vocab]
+
+
+def step_flops(spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1) -> list[float]:
+    """FLOPs of F, I and W of every layer for one micro-batch."""
+    known = planned_spec(spec)
+    if known is not None:
+        return [layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).total for layer in known]
+    return [6.0 * count * seq * micro_batch_size for count in layer_parameters(spec)]
+
+
+def planned_spec(spec: ModelSpec | HfModel) -> ModelSpec | None:
+    """The planner's own view of a model, where it has one layer for each layer that runs."""
+    if isinstance(spec, ModelSpec):
+        return spec
+    try:
+        known = from_config(spec.source, known_families=True)
+        known = known.without_mtp() if any(layer.symbol == "P" for layer in known) else known
+    except OctoPipeError:
+        return None
+    if known.source is not None and spec.inputs is not None:
+        source, form = known.source, spec.inputs
+        source = source.of_size(form.positions) if form.positions and source.free else source
+        if form.images and not source.is_attended:
+            source = source.per(sequence=sum(form.images) / len(form.images))
+        known = known.reading(source)
+    return known if known.num_layers == spec.num_layers else None

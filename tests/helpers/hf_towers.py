@@ -1,0 +1,101 @@
+"""Tiny configs of transformers' models with towers or an encoder, and their unsplit twins.
+
+A family's own default config is shrunk part by part, by the names of its keys; what the sizes alone do not say is in
+`CHANGES`. The example of its inputs comes from the package, its values are drawn here.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from hf_families import shrunk
+from hf_twins import finite, grads_of, stir, worst
+from torch import Tensor
+from transformers.models.auto import modeling_auto as auto
+
+from octopipe.huggingface import layers, micro_batches
+from octopipe.huggingface.examples import example_of
+from octopipe.huggingface.source import build_on_meta, model_class
+
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+}
+"""By family: what differs, by key; a dict changes a part."""
+
+
+def every_tower() -> dict[str, str]:
+    """Families with towers or an encoder -> the class of their model."""
+    out: dict[str, str] = {}
+    for names in (
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    ):
+        for family, name in names.items():
+            if family in transformers.CONFIG_MAPPING:
+                out.setdefault(family, name if isinstance(name, str) else name[0])
+    return out
+
+
+def tiny_tower(family: str, **changes: Any) -> Any:
+    """The family's config at tiny size, without dropout."""
+    cls = transformers.CONFIG_MAPPING[family]
+    data = shrunk(cls().to_dict())
+    for key, value in {**CHANGES.get(family, {}), **changes}.items():
+        data[key] = {**data.get(key, {}), **value} if isinstance(value, dict) else value
+    data["architectures"] = [every_tower()[family]]
+    return cls.from_dict(data)
+
+
+def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
+    """The example with random floating values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float64) if value.is_floating_point() else value
+        for name, value in example.items()
+    }
+
+
+def twin_of(family: str, config: Any) -> Any:
+    """The model as transformers builds it, in double precision, away from zeros and ones."""
+    torch.manual_seed(0)
+    cls = model_class(config)
+    model = cls._from_config(copy.deepcopy(config), dtype=torch.float64, experts_implementation="eager")
+    for name, parameter in model.named_parameters():
+        stir(name, parameter)
+    return model.train()
+
+
+def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
+    """The largest difference of logits, loss and gradients of the pieces one after another from the unsplit model, and
+    the pieces."""
+    warnings.filterwarnings("ignore")
+    config = tiny_tower(family, **changes)
+    model = twin_of(family, config)
+    example = drawn(example_of(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
+    ids = example.get("decoder_input_ids", example.get("input_ids"))
+    labels = ids.roll(-1, 1).clone()
+    labels[0, :2] = -100
+    out = model(**example, labels=labels, use_cache=False)
+    out.loss.backward()
+    theirs = grads_of(model.named_parameters())
+    model.zero_grad(set_to_none=True)
+    parts = layers(model)
+    value: Any = example
+    for module in parts:
+        value = module(value)
+    _, targets = micro_batches([{**example, "labels": labels}])
+    loss = parts.loss_fn(value, targets[0])
+    loss.backward()
+    off = finite(float((value - out.logits).detach().abs().max()))
+    off = max(off, finite(abs(float((loss - out.loss).detach()))))
+    mine = grads_of(model.named_parameters())
+    zero = {n for n in theirs.keys() - mine.keys() if not theirs[n].any()}
+    theirs = {n: g for n, g in theirs.items() if n not in zero}
+    return max(off, worst(mine, theirs)), parts
