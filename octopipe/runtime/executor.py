@@ -33,7 +33,7 @@ from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.transfers import transfer
-from octopipe.runtime.wire.telling import PeerError
+from octopipe.runtime.wire.telling import PeerError, peer_words
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
 PENDING = "pending ops: "
@@ -218,6 +218,9 @@ class Executor:
             self._give_up()
             raise
         except BaseException as error:
+            if (lost := peer_words(error, self.timeout_s)) is not None:  # in a layer's own communication, say
+                self._give_up()
+                raise PeerError(self._lost_report(lost)) from error
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
             self.board.write(f"{FAILED} in {self._place()}: {why}", last=True)
@@ -393,6 +396,13 @@ class Executor:
         lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
         waited = f" within {self.timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
+
+    def _lost_report(self, words: str) -> str:
+        """A peer was lost outside a transfer: what this rank was at, and what the others were doing."""
+        place = self._place()
+        self.board.write(f"{place}: {words}", last=True)
+        lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
+        return f"rank {self.program.rank}, in {place}: {words}; {PENDING}{'; '.join(lines)}"
 
 
 def first_stages(plan: Plan) -> set[int]:

@@ -114,6 +114,14 @@ class Delivery:
             raise TransferError(slot, reason(error)) from None
         self._owner.waiting = None
 
+    def receive(self, slot: Slot, buffer: Tensor, tag: int) -> None:
+        """Wait for a message that was not posted before. Where the peer is gone already, posting fails by itself."""
+        try:
+            work = self.control.recv([buffer], slot.peer, tag)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        self.wait(slot, [work])
+
     # -- headers ---------------------------------------------------------------------------------------
 
     def send_header(self, slot: Slot) -> None:
@@ -141,7 +149,7 @@ class Delivery:
 
     def take_text(self, slot: Slot, nbytes: int) -> bytes:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self.wait(slot, [self.control.recv([buffer], slot.peer, slot.state.tag + 2)])
+        self.receive(slot, buffer, slot.state.tag + 2)
         return bytes(buffer.numpy().tobytes())
 
     # -- which gradients there are -----------------------------------------------------------------------
@@ -163,7 +171,7 @@ class Delivery:
             end.box.pointer = text.data_ptr()  # type: ignore[union-attr]
             self.wait(slot, [end.box])
         else:
-            self.wait(slot, [self.control.recv([text], slot.peer, end.tag + 2)])
+            self.receive(slot, text, end.tag + 2)
         return [bool(flag) for flag in text.tolist()]
 
     def _by_box(self, end: End, nbytes: int) -> bool:
@@ -207,7 +215,7 @@ class Delivery:
     def take_late(self, slot: Slot, leaf: Leaf) -> Tensor:
         host = self.pool.take(leaf.shape, leaf.dtype)
         if leaf.nbytes:
-            self.wait(slot, [self.control.recv([host], slot.peer, slot.state.tag + 3)])
+            self.receive(slot, host, slot.state.tag + 3)
         return host
 
     def room(self, end: End, leaf: Leaf) -> Tensor:
