@@ -9,10 +9,10 @@ process; a profile, which says by itself which parts of the layers exchange; the
 plans without, step by step in turns, and what the profile predicted for both. A line of JSON per plan goes to --out as
 soon as it is there.
 
-The rehearsal runs the same code on small sizes: the same precision, and the same rings for rows and activations, in
-shared files instead of pinned memory. Its times say nothing; what it does not reach is what only a GPU has (streams,
-events, MPS). A rank that fails prints its traceback, and one that still runs shortly before the time limit writes
-where it stands to --out.
+The rehearsal runs the same code on small sizes, in float32, with the same rings for rows and activations, in shared
+files instead of pinned memory. Its times say nothing; what it does not reach is what only a GPU has (streams, events,
+MPS). A rank that fails prints its traceback, and one that still runs shortly before the time limit writes where it
+stands to --out.
 
 The model: blocks of causal attention and experts that choose their tokens (Zhou et al., "Mixture-of-Experts with Expert
 Choice Routing", 2022), so that every expert has as many rows in every step and no host needs to know a count.
@@ -149,7 +149,7 @@ class ExpertWork:
         from octopipe.costs.mode import Mode
 
         self.sizes, self.device, self.moved = s, device, moved
-        self.precision = "bf16"
+        self.precision = "bf16" if device == "cuda" else "fp32"  # not every CPU multiplies bfloat16
         self.mode = Mode(precision=self.precision)
         count = s.blocks + 2
         self.spec = SimpleNamespace(
@@ -173,7 +173,8 @@ class ExpertWork:
     def layers(self, device: Any) -> list[Any]:
         import torch
 
-        return [lambda layer=layer: layer for layer in make_layers(self.sizes, device, torch.bfloat16, self.moved)]
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return [lambda layer=layer: layer for layer in make_layers(self.sizes, device, dtype, self.moved)]
 
     def loss(self, layers: Any) -> Any:
         return loss_of
@@ -281,7 +282,8 @@ def plans_of(costs: Any, pp: int, count: int, budget_s: float) -> dict[str, Any]
 def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
     """`measured` on one rank, with what helps to find a failure: time on a GPU is short."""
     with Path(args.out, f"stacks.pp{nproc // EP}.rank{rank}.txt").open("w") as stacks:
-        faulthandler.dump_traceback_later(args.limit_s + STACKS_S, file=stacks)
+        left_s = args.began + args.limit_s + STACKS_S - time.time()
+        faulthandler.dump_traceback_later(max(1.0, left_s), file=stacks)
         try:
             measured(rank, nproc, args)
         except BaseException:
@@ -432,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     limit_s = args.limit_s + ENDED_S
     for pp in map(int, args.pp.split(",")):
-        began = time.time()
+        began = args.began = time.time()
         try:
             if args.device == "cpu":
                 run_ranks(by_rank(task), EP * pp, args, environment=STEADY_MEMORY, timeout_s=limit_s)
