@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
+
+import numpy as np
 
 PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
@@ -46,6 +49,14 @@ def free_port() -> int:
     raise AssertionError(f"no port of {OWN_PORTS} is free")
 
 
+def same_numbers() -> None:
+    """From here on, every process draws what it would draw if nothing had been drawn before."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
@@ -65,6 +76,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
         if job is None:
             break
         function, args = job
+        same_numbers()
         try:
             pipe.send((True, function(world, *args)))
         except BaseException as error:

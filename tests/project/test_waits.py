@@ -10,6 +10,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from ranks import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -71,3 +72,8 @@ def test_a_hasty_limit_is_seen(tmp_path: Path) -> None:
         (4, "join(60)", 60.0),
         (5, "A_LIMIT_S=9", 9.0),
     ]
+
+
+def test_drawn_examples_have_no_deadline_and_are_the_same_in_every_run() -> None:
+    used = settings()
+    assert used.deadline is None and used.derandomize and HealthCheck.too_slow in used.suppress_health_check
