@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import threading
 import time
 
 import pytest
@@ -108,3 +109,23 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
         process.start()
     with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a message|the device made no progress for 3 s"):
         Watch(gone, ours, print, store, grace_s=1.0, timeout_s=PATIENCE_S).run()
+
+
+def test_the_rank_that_failed_is_named_even_if_those_that_waited_for_it_are_heard_long_before():
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.runtime.ranks.watch import Watch
+    from octopipe.runtime.wire.encoding import encoded
+
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+
+    def says(rank, text, *, consequence):
+        pipes[rank][1].send_bytes(encoded(("failed", (text, consequence))))
+        pipes[rank][1].close()
+
+    says(0, "rank 0 did not get the output of 1F1: the peer is gone", consequence=True)
+    cleaning_up = threading.Timer(1.5, says, (1, "ValueError: a bad layer"), {"consequence": False})
+    cleaning_up.start()
+    ours = [pipe for pipe, _ in pipes]
+    with pytest.raises(OctoPipeError, match=r"^rank 1: ValueError: a bad layer"):
+        Watch([multiprocessing.current_process()] * 2, ours, print, None, grace_s=PATIENCE_S).run()
+    cleaning_up.join()
