@@ -35,7 +35,7 @@ from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, re
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
 from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
 from octopipe.runtime.values import flatten
-from octopipe.runtime.wire.telling import gather_values
+from octopipe.runtime.wire.telling import gather_values, told
 
 Floats = NDArray[np.float64]
 KINDS = ("forward", "input", "weight")
@@ -379,7 +379,8 @@ def wait_all(group: dist.ProcessGroup | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if group is not None:
-        dist.barrier(group)
+        with told():
+            dist.barrier(group)
 
 
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
