@@ -70,6 +70,8 @@ class TrainJob:
     clip: float | None = 1.0
     shard_optimizer: bool = False
     """Whether data-parallel pipelines divide optimizer state and master weights among themselves (ZeRO-1)."""
+    offload_optimizer: float = 0.0
+    """Share of optimizer state and master weights that is kept in host memory and updated by the CPU."""
     precision: str | None = None
     """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
     else bf16-main-fp32 there and fp32 on a CPU."""
@@ -225,6 +227,13 @@ class TrainJob:
             raise OctoPipeError(
                 f"weight decay {self.weight_decay}, betas {self.betas}, eps {self.eps}; give a decay from 0 on, betas "
                 "from 0 to below 1 and an eps above 0"
+            )
+        if not 0 <= self.offload_optimizer <= 1:
+            raise OctoPipeError(f"--offload-optimizer is {self.offload_optimizer:g}; give a share from 0 to 1")
+        if self.offload_optimizer and self.mode.precision == "bf16":
+            raise OctoPipeError(
+                "--offload-optimizer keeps float32 master weights in host memory, and --precision bf16 has none; use "
+                "--precision bf16-main-fp32"
             )
         if self.eval_data is None and (self.eval_every or self.eval_samples):
             raise OctoPipeError("evaluation needs held-out data; add --eval-data")

@@ -88,6 +88,7 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
         )
     file = needs_file(plan_file)
     words = f"{torchrun(candidate)} -m octopipe train {shlex.quote(model)} --plan {file} --dp {split.dp}"
+    words += f" --offload-optimizer {setup.offload_optimizer:g}" if setup.offload_optimizer else ""
     return f"{words} --seq {setup.seq} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
 
 
