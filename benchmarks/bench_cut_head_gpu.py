@@ -33,7 +33,7 @@ RANKS = 4
 SIZES = {
     "270m": (18, 640, 2048, 4, 256, 262144),
     "1b": (26, 1152, 6912, 4, 256, 262144),
-    "small": (6, 64, 128, 2, 32, 2048),
+    "small": (6, 64, 128, 2, 32, 32768),
 }
 """Blocks, width, feed-forward width, heads, their size and words: config.json of google/gemma-3-270m and -1b-pt, and a
 model as small as a test."""
@@ -115,6 +115,8 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
             for run in runs.values():
                 run.step(timed=k >= warm_up)
         trials = {name: run.trial() for name, run in runs.items()}
+    out["ops"] = {row.name: op_ratios(row, outcome.profile) for row in best.values() if row is not None}
+    out["shard_times"] = [one.record() for one in outcome.profile.costs.shard_times]
     out["turns"] = {}
     for name, trial in trials.items():
         row = best.get(name) or best["whole head"]
@@ -134,7 +136,29 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def op_ratios(row: Any, profile: Any) -> dict[str, tuple[float, float]]:
+    """Measured and predicted time of all ops of a kind, in ms: those of the body, of shards of the head and of the
+    embedding, and of the loss."""
+    from octopipe.plans.pair_price import op_durations
+    from octopipe.plans.plan import KINDS
+
+    plan, table = row.plan, row.plan.table()
+    predicted = op_durations(plan, profile.costs)
+    sums: dict[str, list[float]] = {}
+    for k in range(table.kind.size):
+        stage = plan.stages[int(table.stage[k])]
+        shard = "loss" if stage.first == stage.stop else "head shard" if stage.shard and stage.first else "body"
+        shard = "embedding shard" if stage.shard and not stage.first else shard
+        at = sums.setdefault(f"{shard} {KINDS[int(table.kind[k])]}", [0.0, 0.0])
+        at[0] += float(row.ran.op_ms[k])
+        at[1] += float(predicted[k])
+    return {name: (round(took, 3), round(said, 3)) for name, (took, said) in sums.items()}
+
+
 def tell(found: dict[str, Any]) -> None:
+    for name, ops in found.get("ops", {}).items():
+        print(f"{name}: measured and predicted ms of ops, {ops}")
+    print(f"shards: {found.get('shard_times')}")
     for name, row in found.get("turns", {}).items():
         error = 100 * (row["predicted_after_ms"] / row["measured_ms"] - 1)
         first = 100 * (row["predicted_ms"] / row["measured_ms"] - 1)
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--precision", default="bf16-main-fp32")
     parser.add_argument("--systems", default="1f1b,zb-v", help="published systems to run first")
+    parser.add_argument("--share", type=float, default=12.5, help="of the multiprocessors, per rank, in percent")
     parser.add_argument("--no-copies", action="store_true", help="hold every layer once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try it on a CPU")
@@ -171,7 +196,8 @@ def main() -> None:
     from octopipe.runtime.measure.trial import on_ranks
 
     listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731
-    found = on_ranks(task, args.nproc, args, device=args.device, timeout_s=280, listen=listen)[0]
+    share = args.share if args.device == "cuda" else None
+    found = on_ranks(task, args.nproc, args, device=args.device, timeout_s=280, listen=listen, share_percent=share)[0]
     target = Path(args.out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,13 +1,18 @@
 """Pairs on one GPU: experts' exchange hidden behind computation, predicted and measured.
 
     python benchmarks/bench_pairs_gpu.py [--pp 2,3] [--limit-s 200]         # one H200, 2 x pp ranks under MPS
-    python benchmarks/bench_pairs_gpu.py --device cpu --small               # the same on a CPU, to try it out
+    python benchmarks/bench_pairs_gpu.py --device cpu --small               # a rehearsal on a CPU
 
 Every rank of a pipeline has a twin that holds the other half of the experts (ep 2), and rows go between twins through
 `TokenExchange` (copy engines, CUDA IPC). Per pipeline length: gradients of a small model in float64 against one
 process; a profile, which says by itself which parts of the layers exchange; then plans with pairs against the same
 plans without, step by step in turns, and what the profile predicted for both. A line of JSON per plan goes to --out as
 soon as it is there.
+
+The rehearsal runs the same code on small sizes, in float32, with the same rings for rows and activations, in shared
+files instead of pinned memory. Its times say nothing; what it does not reach is what only a GPU has (streams, events,
+MPS). A rank that fails prints its traceback, and one that still runs shortly before the time limit writes where it
+stands to --out.
 
 The model: blocks of causal attention and experts that choose their tokens (Zhou et al., "Mixture-of-Experts with Expert
 Choice Routing", 2022), so that every expert has as many rows in every step and no host needs to know a count.
@@ -16,9 +21,11 @@ Choice Routing", 2022), so that every expert has as many rows in every step and 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +35,12 @@ from typing import Any
 from one_line import needs_device, start
 
 EP = 2
+TRANSPORT = "cuda_ipc"
+"""Between stages. On a CPU its rings lie in shared files."""
+MEMORY_SHARE = 0.9
+"""Of a rank's memory that plans may use: the device also holds six processes' contexts and what allocators keep."""
+STACKS_S, ENDED_S = 45.0, 60.0
+"""After the limit: when ranks write where they stand, and when they are ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +149,7 @@ class ExpertWork:
         from octopipe.costs.mode import Mode
 
         self.sizes, self.device, self.moved = s, device, moved
-        self.precision = "bf16" if device == "cuda" else "fp32"
+        self.precision = "bf16" if device == "cuda" else "fp32"  # not every CPU multiplies bfloat16
         self.mode = Mode(precision=self.precision)
         count = s.blocks + 2
         self.spec = SimpleNamespace(
@@ -155,7 +168,7 @@ class ExpertWork:
         return torch.device("cpu")
 
     def transport(self, world: Any) -> str | None:
-        return "cuda_ipc" if self.device == "cuda" else None
+        return TRANSPORT
 
     def layers(self, device: Any) -> list[Any]:
         import torch
@@ -232,9 +245,8 @@ def gradient_error(rank: int, pp: int, device: str) -> float:
         (loss_of(y, x) / len(data)).backward()
     expected = {f"{k}.{n}": p.grad for k, layer in enumerate(whole) for n, p in layer.named_parameters()}
     worst = 0.0
-    transport = "cuda_ipc" if device == "cuda" else None
     with Pipeline(
-        mine, plan, loss_of, mesh=mesh, sharded={"ep": ["*.up", "*.down"]}, device=place, transport=transport,
+        mine, plan, loss_of, mesh=mesh, sharded={"ep": ["*.up", "*.down"]}, device=place, transport=TRANSPORT,
         timeout_s=60,
     ) as pipe:  # fmt: skip
         part = data[moved.rank * count : (moved.rank + 1) * count]
@@ -268,6 +280,20 @@ def plans_of(costs: Any, pp: int, count: int, budget_s: float) -> dict[str, Any]
 
 
 def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
+    """`measured` on one rank, with what helps to find a failure: time on a GPU is short."""
+    with Path(args.out, f"stacks.pp{nproc // EP}.rank{rank}.txt").open("w") as stacks:
+        left_s = args.began + args.limit_s + STACKS_S - time.time()
+        faulthandler.dump_traceback_later(max(1.0, left_s), file=stacks)
+        try:
+            measured(rank, nproc, args)
+        except BaseException:
+            print(f"rank {rank} of {nproc}:\n{traceback.format_exc()}", flush=True)
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -331,7 +357,7 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
     )
     assert segments is not None, "no exchange was found"
     # A pipeline's profile does not know of the other pipelines on its device.
-    limits = tuple(limit / EP for limit in costs.rank_memory_bytes)
+    limits = tuple(MEMORY_SHARE * limit / EP for limit in costs.rank_memory_bytes)
     profile = profile.with_costs(costs.replace(rank_memory_bytes=limits))
     costs = profile.costs
     # All ranks must have the same profile and plans: the first one's.
@@ -406,14 +432,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from octopipe.runtime.measure.trial import STEADY_MEMORY
     from octopipe.runtime.ranks.launch import by_rank, run_ranks
 
+    limit_s = args.limit_s + ENDED_S
     for pp in map(int, args.pp.split(",")):
-        began = time.time()
+        began = args.began = time.time()
         try:
             if args.device == "cpu":
-                run_ranks(by_rank(task), EP * pp, args, environment=STEADY_MEMORY, timeout_s=2 * args.limit_s)
+                run_ranks(by_rank(task), EP * pp, args, environment=STEADY_MEMORY, timeout_s=limit_s)
             else:
                 with Mps.start(num_ranks=EP * pp) as mps:
-                    run_ranks(by_rank(task), EP * pp, args, environment=mps.environment, timeout_s=args.limit_s + 60)
+                    run_ranks(by_rank(task), EP * pp, args, environment=mps.environment, timeout_s=limit_s)
         except Exception as error:  # the other pipeline length is worth measuring all the same
             print(f"pp {pp}: {type(error).__name__}: {error}", flush=True)
         print(f"pp {pp}: {time.time() - began:.1f} s", flush=True)

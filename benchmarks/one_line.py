@@ -13,10 +13,14 @@ from octopipe.base.errors import OctoPipeError
 
 
 def needs_device(device: str) -> None:
-    """Refuse a CUDA device where there is none, before anything is prepared for it."""
+    """Refuse a CUDA device where there is none, before anything is prepared for it.
+
+    The devices are counted, which does not initialise CUDA: a process that has done so before MPS starts stays outside
+    it.
+    """
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if device.startswith("cuda") and torch.cuda.device_count() == 0:
         raise OctoPipeError("no CUDA GPU here; run it on a machine that has one, or try it with --device cpu")
 
 

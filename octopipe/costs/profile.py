@@ -84,6 +84,8 @@ class Profile:
         out["optimizer_ms"] = c.optimizer_ms.tolist()
         if c.exchanges:
             out["segments"] = segments_object(c)
+        if c.shard_times:
+            out["shards"] = [one.record() for one in c.shard_times]
         if c.tied_bytes:
             out["tied_gib"] = c.tied_bytes / GIB
         out["links"] = [

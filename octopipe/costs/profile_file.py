@@ -9,9 +9,11 @@ with additional measured links, rank speeds and times with fewer busy ranks. Doe
      "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
+     "shards": [{"layer": 1, "fixed": [0.02, 0.01, 0.0], "share": [1.0, 1.0, 1.0]}],
      "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
-`repeatable` states for each layer whether a second forward gave the same result as the first.
+`shards` states what one of n parts of a layer cut by vocabulary takes (`shard_times.py`). `repeatable` states for each
+layer whether a second forward gave the same result as the first.
 
 Times are those of a rank while all ranks are busy. Every key from `partial` on is optional. `mode` states how the
 layers ran (`mode.py`): a run in another precision has different times.
@@ -36,6 +38,7 @@ from octopipe.costs.foreign_times import load_foreign_profile
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
 from octopipe.costs.mode import mode_from_object
 from octopipe.costs.profile import FORMAT, Profile
+from octopipe.costs.shard_times import shard_times_from_object
 from octopipe.costs.table import CostTable
 
 
@@ -60,6 +63,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         costs = costs.replace(optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers))
     if file.get("tied_gib"):
         costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
+    costs = costs.replace(shard_times=shard_times_from_object(file.get("shards"), costs.num_layers, where))
     pairs = _links(file.get("links"), where)
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))

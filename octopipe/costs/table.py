@@ -27,6 +27,7 @@ from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.mode import Mode
 from octopipe.costs.segments import Segments
+from octopipe.costs.shard_times import ShardTimes
 
 Array = NDArray[np.float64]
 PER_LAYER = (
@@ -106,6 +107,8 @@ class CostTable:
     where nobody has looked (costs from first principles, of layers that are known to be)."""
     segments: Segments | None = None
     """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
+    shard_times: tuple[ShardTimes, ...] = ()
+    """Measured: what a shard of a layer that is cut takes; a layer that is not here divides evenly."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -301,7 +304,7 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum")
+            optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum", "shard_times")
             if f.name in ("setup", "model_flops", "mode", "host_link") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.shard_times import parts_of
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Plan, Stage, route_neighbours
 
@@ -120,14 +121,35 @@ def _parts(plan: Plan) -> Array | float:
     return np.array([part_of(s) for s in plan.stages])[:, None]
 
 
+def time_part(stage: Stage, costs: CostTable, kind: str) -> float:
+    """The share of its layer's time that an op of a stage takes: 1, or of a shard what was measured for it, if anything
+    was, and otherwise 1/n."""
+    if stage.shard is None:
+        return 1.0
+    f, i, w = parts_of(costs.shard_times, stage.first, stage.shard[1])
+    if kind != "B":
+        return {"F": f, "R": f, "I": i, "W": w}[kind]
+    input_ms, weight_ms = float(costs.input_ms[stage.first]), float(costs.weight_ms[stage.first])
+    both = input_ms + weight_ms
+    return (i * input_ms + w * weight_ms) / both if both > 0 else part_of(stage)
+
+
+def _time_parts(plan: Plan, costs: CostTable, kind: str) -> Array | float:
+    """That share for all stages, as a column."""
+    if not costs.shard_times or all(s.shard is None for s in plan.stages):
+        return _parts(plan)
+    return np.array([time_part(s, costs, kind) for s in plan.stages])[:, None]
+
+
 @_kept
 def stage_times(plan: Plan, costs: CostTable) -> Array:
     """Time of every op as [kind, stage, micro_batch], including the speed of the stage's rank."""
     whole = [_layers(s) for s in plan.stages]
     again = [np.asarray(s.recomputed_layers, dtype=np.int64) for s in plan.stages]
-    slow = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None] * _parts(plan)
+    speed = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None]
     out = np.empty((len(KINDS), len(plan.stages), plan.num_micro_batches))
     for code, kind in enumerate(KINDS):
+        slow = speed * _time_parts(plan, costs, kind)
         out[code] = slow * _per_micro_batch(plan, costs, costs.layer_times(kind), again if kind == "R" else whole)
     return out
 

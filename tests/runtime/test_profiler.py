@@ -24,7 +24,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.zoo import preset
 from octopipe.runtime.measure.links import fit
 from octopipe.runtime.measure.mps import Mps
-from octopipe.runtime.measure.profiler import assemble, groups_of_modules, profile_layers
+from octopipe.runtime.measure.profiler import LayerRing, assemble, groups_of_modules, profile_layers
 from octopipe.runtime.measure.trial import (
     Workload,
     profile_workload,
@@ -146,6 +146,41 @@ def test_assembled_costs_and_their_file_say_the_same(tmp_path) -> None:
     assert resolved.rank_memory_bytes == (2.0**30,)
     assert resolved.model == "four" and resolved.tokens_per_micro_batch == 8
     assert np.allclose(resolved.weight_ms, profile.costs.weight_ms)
+
+
+class Rows(nn.Module):
+    """A part of a layer that takes its time by rows, and some however few it has."""
+
+    def __init__(self, rows: int, start: int, forward_s: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 4))
+        self.shard_start, self.cut_parameters, self._forward_s = start, {"weight": 8}, forward_s
+
+    def forward(self, x):
+        time.sleep(self._forward_s)
+        return x @ self.weight.t()
+
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        return Rows(8 // count, number * 8 // count, 0.004 + 0.016 / count)
+
+
+def test_shards_of_the_head_are_timed_as_they_run(only_sleeping_takes_time: None) -> None:
+    layers = [Sleeper(0.01, 0.0), Sleeper(0.01, 0.0), Rows(8, 0, 0.02)]
+    target = torch.zeros(3, dtype=torch.int64)
+    ring = LayerRing(layers, torch.zeros(3, 4, requires_grad=True), nn.functional.cross_entropy, target)
+    ring._ranks = 2  # one rank has nobody to share the head with
+    measured = ring.measure(3, 0, ())
+    assert list(measured.shards) == [2]  # the first layer cannot be cut
+    assert [measured.shards[2][n][0] for n in (2, 4)] == pytest.approx([0.6, 0.4], abs=0.01)
+    (found,) = assemble([measured], model="three", symbols="abc").costs.shard_times
+    assert (found.fixed[0], found.share[0]) == pytest.approx((0.2, 0.8), abs=0.02)
+
+
+def test_a_loss_that_shards_cannot_make_leaves_them_unmeasured() -> None:
+    layers = [*linears(2, 4), Rows(8, 0, 0.0)]
+    ring = LayerRing(layers, torch.zeros(3, 4), mse, torch.zeros(3, 8))
+    ring._ranks = 2
+    assert ring.measure(1, 0, ()).shards == {}
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,11 @@ class Layer:
         first: bool,
         precision: str = "fp32",
         graphs: bool = False,
+        *,
+        ends_in_loss: bool = True,
     ):
-        """`graphs`: F, I and W are replayed from CUDA graphs once `capture` was called, if they can be."""
+        """`graphs`: F, I and W are replayed from CUDA graphs once `capture` was called, if they can be. `ends_in_loss`:
+        `then` returns the loss; otherwise it returns tensors to which gradients come back."""
         self.module, self.value, self.then = module, value, then
         self._replayed: _Replayed | None = None
         self._graphs = graphs
@@ -83,7 +86,7 @@ class Layer:
         self.output = run.outputs
         self.output_leaves = [t for t in leaves if isinstance(t, Tensor)]
         self.grads: Any = None
-        if then is None:
+        if then is None or not ends_in_loss:
             self.grads = [
                 torch.randn_like(t) * 1e-3 if need else None for t, need in zip(leaves, run.outputs_need_grad)
             ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
+from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
 
@@ -62,6 +63,8 @@ class Measured:
     seconds: float
     exchanges: tuple[MeasuredExchange, ...] = ()
     """Which parts of every distinct layer exchange tokens; empty where none does."""
+    shards: Seen = field(default_factory=dict)
+    """Times of shards of the first and the last layer; empty where they were not measured or cannot be cut."""
 
 
 def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -161,6 +164,9 @@ class LayerRing:
         self._loaded: list[Floats] = []
         self._partial: dict[int, list[Floats | None]] = {}
         self._exchanges: tuple[MeasuredExchange, ...] = ()
+        self._loss = loss_fn, target
+        self._precision = precision or "fp32"
+        self._shards: Seen = {}
         self._issued_ms = 0.0
         wait_all(group)
         self._run(1)
@@ -179,6 +185,7 @@ class LayerRing:
         for level in levels:
             if 0 < level < self._ranks:
                 self._some_at_work(level, max(3, repeats // 2), warm_up=1)
+        self._measure_shards(max(3, repeats // 2))
         self._tell(f"{len(self._group_of)} layers measured", ROUNDS_END)
         return self.measured()
 
@@ -209,6 +216,35 @@ class LayerRing:
         wait_all(self._group)
         self._partial.setdefault(level, []).append(seen)
 
+    def _measure_shards(self, repeats: int) -> None:
+        """Time parts of the embedding and of the head, where a plan could gain by cutting them (collective)."""
+        median = np.median(np.concatenate(self._loaded), axis=0)
+        times = median.sum(axis=1)[self._group_of].tolist()
+
+        def agree(holds: bool) -> bool:
+            return holds if self._group is None else all(gather_values(self._group, holds))
+
+        if not agree(worth_measuring(times, self._ranks)):
+            return
+        ends = {k: self._ready[self._group_of[k]] for k in (0, len(self._group_of) - 1)}
+
+        def timed(shards: list[Layer]) -> Floats:
+            wait_all(self._group)
+            timed_rounds(shards, 1, [0], self._device)
+            return np.median(timed_rounds(shards, repeats, [0] * 4, self._device), axis=0)
+
+        self._shards = measure_shards(
+            ends,
+            *self._loss,
+            whole_ms={k: median[self._group_of[k]] for k in ends},
+            counts=counts_for(self._ranks),
+            rank=self._rank,
+            precision=self._precision,
+            agree=agree,
+            timed=timed,
+        )
+        wait_all(self._group)
+
     def measured(self) -> Measured:
         """What all rounds so far showed (collective)."""
         loaded = np.concatenate(self._loaded)
@@ -231,6 +267,7 @@ class LayerRing:
             host_share=self._issued_ms / max(busy, 1e-9),
             resident_bytes=self._resident_bytes,
             exchanges=self._exchanges,
+            shards=self._shards,
             seconds=time.perf_counter() - self._began,
         )
 
@@ -407,6 +444,7 @@ def assemble(
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
         mode=mode,
+        shard_times=shard_times([m.shards for m in ranks]),
         segments=segments_of([m.exchanges for m in ranks], first.group_of),
         repeatable=tuple(all(m.repeatable[g] for m in ranks) for g in first.group_of),
     )

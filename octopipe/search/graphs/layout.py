@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from octopipe.costs.table import CostTable
 from octopipe.plans.paths import Edge, neighbours
 from octopipe.plans.plan import Stage
-from octopipe.plans.price import PARTIAL_BYTES
+from octopipe.plans.price import PARTIAL_BYTES, time_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -132,6 +132,12 @@ class Prices:
                     self.latency[a, b], self.per_byte[a, b] = link.latency_ms, link.ms_per_byte
         self.layer_ms = size.mean(axis=0) * costs.layer_ms
 
+    def _time_parts(self, stages: list[Stage], part: Floats) -> list[Floats]:
+        """For F, I and W: the share of its layers' time that every stage takes."""
+        if not self.costs.shard_times:
+            return [part, part, part]
+        return [np.array([time_part(s, self.costs, kind) for s in stages]) for kind in "FIW"]
+
     def of(self, layout: Layout, tight: float) -> Priced | None:
         """The costs of a layout; None if weights, or one micro-batch beside them, leave no memory. `tight` is the
         share of the free memory that may be used; the rest is for what schedules do not count (buffers of
@@ -142,8 +148,12 @@ class Prices:
         part = np.array([1.0 if s.shard is None else 1.0 / s.shard[1] for s in stages])
         first = np.array([s.first for s in stages])
         stop = np.array([s.stop for s in stages])
-        slow = (self._slow[rank] * part)[:, None]
-        ms = np.stack([np.broadcast_to(slow * (t[:, stop] - t[:, first]).T, shape) for t in self._times])
+        ms = np.stack(
+            [
+                np.broadcast_to((self._slow[rank] * share_of_time)[:, None] * (t[:, stop] - t[:, first]).T, shape)
+                for t, share_of_time in zip(self._times, self._time_parts(stages, part), strict=True)
+            ]
+        )
         held, stash = (np.broadcast_to(part[:, None] * (t[:, stop] - t[:, first]).T, shape) for t in self._bytes)
         nbytes = np.broadcast_to(self._boundary[:, stop - 1].T, shape).copy()
         nbytes[[k for k, s in enumerate(stages) if s.shard is not None and s.first > 0]] = self._partial

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from octopipe.costs.shard_times import parts_of
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan
 from octopipe.search.graphs.layout import Layout
 from octopipe.simulation.simulator import simulate
 
-SPREAD = ("forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "static_bytes")
+SPREAD = (  # the three times first, in the order of `parts_of`
+    "forward_ms",
+    "input_ms",
+    "weight_ms",
+    "activation_bytes",
+    "stash_bytes",
+    "static_bytes",
+)
 
 
 def chain_for(costs: CostTable, parts: int) -> CostTable:
@@ -22,10 +30,15 @@ def chain_for(costs: CostTable, parts: int) -> CostTable:
     inner = costs.layer_ms[1:-1]
     weight = inner / inner.sum() if inner.sum() > 0 else np.full(inner.size, 1.0 / max(inner.size, 1))
     changed: dict[str, object] = {}
+    measured = dict(zip(SPREAD, parts_of(costs.shard_times, costs.num_layers - 1, parts), strict=False))
     for name in SPREAD:
         values = getattr(costs, name).copy()
-        values[1:-1] += values[-1] * (parts - 1) / parts * weight
-        values[-1] /= parts
+        if costs.shard_times and name in measured:
+            values[1:-1] += values[-1] * (parts - 1) * measured[name] * weight
+            values[-1] *= measured[name]
+        else:
+            values[1:-1] += values[-1] * (parts - 1) / parts * weight
+            values[-1] /= parts
         changed[name] = values
     changed["stash_bytes"] = np.minimum(changed["stash_bytes"], changed["activation_bytes"])  # type: ignore[call-overload]
     return costs.replace(tied_bytes=0.0, segments=None, **changed)

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
-from octopipe.simulation.bounds.cut import with_cut_ends
+from octopipe.simulation.bounds.cut import with_cut_ends, with_least_work
 from octopipe.simulation.bounds.loads import dealable, deals
 from octopipe.simulation.bounds.ramp import Ramp
 from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
@@ -100,7 +100,7 @@ def bounds(
         costs = costs.replace(activation_bytes=nothing, stash_bytes=nothing)
     if cuts_head:
         less = bounds(with_cut_ends(costs, num_ranks), num_ranks, num_micro_batches, recompute, copies)
-        every = [_work(lane, num_ranks, num_micro_batches) for lane in lanes_of(costs)]
+        every = [_work(lane, num_ranks, num_micro_batches) for lane in lanes_of(with_least_work(costs))]
         return _ordered([*less, max(every, key=lambda b: b.ms)])
     found: list[list[Bound]] = []
     for lane in lanes_of(costs):
