@@ -181,14 +181,7 @@ class TrainJob:
                     f"use --nproc {self.plan.num_ranks * self.dp}"
                 )
             if self.plan.num_layers != self.spec.num_layers:
-                raise OctoPipeError(
-                    f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
-                    + (
-                        "plan its own layers: octopipe profile, then tune the profile"
-                        if hasattr(self.spec, "class_name")
-                        else "train the plan's own model (--scale and --layers as it was planned)"
-                    )
-                )
+                raise OctoPipeError(self._other_layers(self.plan))
             if self.micro_batches not in (None, self.plan.num_micro_batches):
                 raise OctoPipeError(
                     f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
@@ -207,6 +200,19 @@ class TrainJob:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    def _other_layers(self, plan: Plan) -> str:
+        """What differs between the layers of the plan and those of the run, and what to do."""
+        words = f"the plan has {plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
+        predicts = getattr(self.spec, "untrained_predictions", 0)
+        if predicts and plan.num_layers == self.spec.num_layers + predicts:
+            return (
+                f"{words}the plan counts its multi-token prediction ({predicts}), which this run does not train; plan "
+                "without it (set num_nextn_predict_layers to 0 in a copy of the config), or plan a profile"
+            )
+        if hasattr(self.spec, "class_name"):
+            return f"{words}plan its own layers: octopipe profile, then tune the profile"
+        return f"{words}train the plan's own model (--scale and --layers as it was planned)"
 
     @property
     def inputs(self) -> InputForm | None:
