@@ -34,7 +34,7 @@ from octopipe.simulation.timeline import GIB, ROUNDING
 
 REFERENCE = "1f1b"
 """Speed-ups are over this system, run in the same mode."""
-LONGEST_FIRST = ("tessel", "dynapipe", "zb-1p", "zb-2p", "adapipe")
+LONGEST_FIRST = ("tessel", "optpipe", "dynapipe", "zb-1p", "zb-2p", "adapipe")
 """Systems that may search for seconds."""
 Progress = Callable[[str, int, int], None]
 """(the system just finished, systems finished, all systems)"""

@@ -19,7 +19,7 @@ from octopipe.simulation.lowering import CHANNELS, lower
 SIZES = ((4, 4), (4, 8), (4, 16), (8, 8), (8, 16))
 """Ranks and micro-batches."""
 MODELS = ("llama3-8b", "jamba-52b", "nemotron-h-56b")
-OPTIONS = {"tessel": {"time_limit_s": 0.5}}
+OPTIONS = {"tessel": {"time_limit_s": 0.5}, "optpipe": {"effort": 0.05}}
 """Searches that take as long as they are given."""
 
 

@@ -146,7 +146,7 @@ def test_it_is_behind_no_published_system_that_fits_and_holds_layers_once(seed: 
     costs = hybrid(20, memory=float(lot.integers(30, 60)))
     result = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=3, budget_s=60, seed=seed)
     for name in systems():
-        if name == "tessel":
+        if name in ("tessel", "optpipe"):
             continue
         try:
             plan = build_plan(name, costs, RANKS, MICRO_BATCHES, split_backward=True)

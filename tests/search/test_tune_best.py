@@ -47,7 +47,7 @@ def rivals(costs: CostTable, ranks: int, micro_batches: int) -> dict[str, float]
     """Step times of the systems that apply, fit, and hold every layer once."""
     steps = {}
     for name in systems():
-        if name == "tessel":  # seconds of solver for what tessel-fast shows as well here
+        if name in ("tessel", "optpipe"):  # seconds of solver for what tessel-fast and zb-2p show as well here
             continue
         try:
             plan = build_plan(name, costs, ranks, micro_batches, split_backward=True)

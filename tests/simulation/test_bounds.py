@@ -66,7 +66,7 @@ def test_no_published_plan_with_single_copies_is_below_any_bound(seed: int) -> N
     costs, ranks, micro_batches = limited(100 + seed)
     proven = bounds(costs, ranks, micro_batches)
     for name in systems():
-        if name == "tessel":
+        if name in ("tessel", "optpipe"):
             continue
         try:
             plan = build_plan(name, costs, ranks, micro_batches)

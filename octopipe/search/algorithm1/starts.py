@@ -20,7 +20,7 @@ from octopipe.search.does_not_fit import does_not_fit_error
 from octopipe.search.systems.registry import build_plan, systems
 from octopipe.simulation.simulator import simulate
 
-SLOW_SYSTEMS = frozenset({"tessel", "pipe-offload"})
+SLOW_SYSTEMS = frozenset({"tessel", "optpipe", "pipe-offload"})
 """Systems whose own search takes longer than a start is worth, and one whose order is another one's."""
 FIRST_SYSTEMS = ("1f1b", "mist", "zb-h1", "zb-v")
 """Systems that are always built: quick, of every kind, and one that recomputes where memory lacks."""

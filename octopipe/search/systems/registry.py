@@ -35,6 +35,7 @@ BUILT_IN = (
     "breadth_first",
     "bpipe",
     "pipe_offload",
+    "optpipe",
     "alpa",
     "dapple",
     "adapipe",

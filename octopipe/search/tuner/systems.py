@@ -24,9 +24,9 @@ from octopipe.search.tuner.mechanics import (
 )  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 
-SLOW = frozenset({"tessel", "pipe-offload"})
-"""These systems are left out. Tessel runs a solver for longer than a start is worth. PipeOffload's order is the
-interleaved one, and the use of host memory is decided after the search (`search/offload.py`)."""
+SLOW = frozenset({"tessel", "optpipe", "pipe-offload"})
+"""These systems are left out. Tessel and OptPipe run a solver for longer than a start is worth. PipeOffload's order is
+the interleaved one, and the use of host memory is decided after the search (`search/offload.py`)."""
 COPYING = frozenset({"chimera", "dualpipe"})
 """These systems hold layers twice. They are built first, since improving their plans takes the time that is left."""
 UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
