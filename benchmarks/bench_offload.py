@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama3-8b")
     parser.add_argument("--pp", type=int, nargs="+", default=[4])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
     parser.add_argument("--memory", type=float, nargs="+", default=[0.8, 0.9, 1.1], help="times what 1F1B needs")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of search for the tuned plan")
     args = parser.parse_args()
