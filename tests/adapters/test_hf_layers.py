@@ -376,23 +376,6 @@ def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest
     assert mine["losses"][0] == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
-def test_predictions_that_are_not_trained_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from octopipe.cli import main
-
-    tiny_config("deepseek_v3", num_nextn_predict_layers=1).save_pretrained(tmp_path)
-    flags = ["--nproc", "1", "--steps", "1", "--seq", "8", "--no-measure"]
-    for more, why in (([], "transformers' DeepseekV3ForCausalLM has none"), (["--own-layers"], "own layers have none")):
-        assert main(["train", str(tmp_path / "config.json"), *flags, *more]) == 0
-        assert f"has 1 multi-token-prediction layer, and {why}" in capsys.readouterr().err.replace("octopipe's ", "")
-    plan, model = tmp_path / "plan.json", str(tmp_path / "config.json")
-    asked = ["--pp", "1", "--micro-batches", "2", "--seq", "64", "--budget", "1s", "-o", str(plan)]
-    assert main(["tune", model, *asked]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "which `octopipe train` does not train" in said and "octopipe train " + model not in said
-    assert main(["train", model, "--plan", str(plan), "--no-measure"]) == 2
-    assert "counts its multi-token prediction (1)" in capsys.readouterr().err
-
-
 def test_train_says_what_it_cannot_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from octopipe.cli import main
 
