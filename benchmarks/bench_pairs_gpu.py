@@ -350,7 +350,14 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
             },
             "about": {
                 k: profile.about.get(k)
-                for k in ("rehearsal", "transfers_crowded", "host_share", "overlap_slowdown", "total_seconds")
+                for k in (
+                    "rehearsal",
+                    "transfers_crowded",
+                    "pairs_slowed",
+                    "host_share",
+                    "overlap_slowdown",
+                    "total_seconds",
+                )
             },
             "overhead": profile.op_overhead_ms,
         }

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from octopipe.runtime.measure.timed_run import TimedRun
 from octopipe.runtime.measure.trial import Workload, on_ranks
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.values import build, flatten
 from octopipe.search.systems import build_plan
 
 
@@ -185,8 +187,10 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     from octopipe.runtime.slots import Cell
+    from octopipe.runtime.stages.captured import Captured
     from octopipe.runtime.stages.chain import StageChain
     from octopipe.runtime.stages.cuda_graphs import GraphedOps
+    from octopipe.runtime.stages.graph_memory import graph_driver
 
     work = workload(args)
     device = work.place(0)
@@ -197,17 +201,22 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         leaf = made[1](value)
     stage = Stage(made[1:], first_layer=1)
     ops, cell = GraphedOps({0: StageChain([(stage, False)])}, None, device), Cell(0, 0, False, False, False)
+    # As in the middle of a pipeline: the input is a message of a known form, the gradient comes from another rank.
+    cell.asked, cell.gradient_slot = SimpleNamespace(wanted=[True]), SimpleNamespace()  # type: ignore[assignment]
     slope = torch.full_like(leaf if isinstance(leaf, torch.Tensor) else leaf[0], 1e-3)
     host: dict[str, list[float]] = {"F": [], "I": [], "W": []}
     queued: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+    moved: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+    kept = (value, slope)
 
-    def once(wait: bool, into: dict[str, list[float]] | None = None) -> None:
+    def once(wait: bool, into: dict[str, list[float]] | None = None, given: tuple[Any, Any] = kept) -> None:
+        value, slope = given
         for kind in "FIW":
             if wait:
                 torch.cuda.synchronize()
             began = time.perf_counter()
             if kind == "F":
-                cell.runs, _, _ = ops.forward(cell, value, None, None, None, None)
+                cell.runs, _, _ = ops.forward(cell, value, cell.asked.wanted, None, None, None)
             elif kind == "I":
                 ops.backward(cell, [slope], fused=False)
             else:
@@ -227,12 +236,16 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         once(False)
         for _ in range(4):
             once(False, queued)
+    elsewhere = rebuilt(value, torch.clone), slope.clone()
+    for k in range(100):  # inputs that arrive at another address every time
+        once(True, moved, elsewhere if k % 2 == 0 else kept)
     # The same without the copies of the inputs, and the copy alone: what is left of an op's time is Python.
     alone: dict[str, list[float]] = {"copy": [], "empty": []}
-    known = {key[2]: captured for key, captured in ops._graphs.items()}
-    parts: dict[str, Callable[[], None]] = {
-        f"launch {kind}": known[kind].graph.replay for kind in "FIW" if kind in known
-    }
+    known: dict[str, Captured] = cell.graphs or {}
+    parts: dict[str, Callable[[], None]] = {}
+    for kind in known:
+        parts[f"launch {kind}"] = known[kind].graph.replay
+        parts[f"torch launch {kind}"] = known[kind].graph._graph.replay
     if "I" in known:
         parts["copy"] = lambda: known["I"].inputs.fill_gradients([slope])
     parts["empty"] = lambda: None
@@ -259,14 +272,37 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         "phase": "host",
         "captured": ops.captured,
         "reasons": ops.reasons,
+        "copies_inside": graph_driver(device) is not None,
         "host_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in host.items()},
         "queued_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in queued.items()},
+        "moved_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in moved.items()},
         "parts_us": {name: round(float(np.median(us)), 2) for name, us in alone.items() if us},
         "ops_ms": span_ms,
         "kernel_ms": kernel_ms,
         "idle_share": 1.0 - kernel_ms / span_ms,
         "kernels": sum(e.count for e in seen.key_averages()) / 5,
     }
+
+
+def rebuilt(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same value with other tensors."""
+    leaves: list[Any] = []
+    form = flatten(value, leaves)
+    return build(form, iter([act(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+
+
+def host_words(row: dict[str, Any]) -> str:
+    """The medians of the phase `host`, by op kind, as one line each."""
+    lines = []
+    for key, what in (
+        ("host_us", "idle device"),
+        ("queued_us", "device with work queued"),
+        ("moved_us", "idle device, inputs at new addresses"),
+    ):
+        lines.append(f"host us per op, {what}: " + ", ".join(f"{kind} {us[1]:.1f}" for kind, us in row[key].items()))
+    inside = "inside the graph" if row["copies_inside"] else "before the launch"
+    lines.append(f"inputs are copied {inside}; idle device inside ops {100 * row['idle_share']:.1f} %")
+    return "\n".join(lines)
 
 
 # --- drift -------------------------------------------------------------------------------------------------
@@ -355,6 +391,8 @@ def main() -> None:
         print(f"{phase}: {time.perf_counter() - began:.1f} s", flush=True)
         for row in found:
             print(json.dumps(row)[:3500], flush=True)
+            if phase == "host":
+                print(host_words(row), flush=True)
 
 
 if __name__ == "__main__":

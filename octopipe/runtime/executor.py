@@ -111,7 +111,7 @@ class Executor:
         """
         losses: dict[int, Tensor] = {}
         self._begin(step)
-        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
+        with self._reporting(), self.ops.on_device(), nullcontext() if self._seed is None else rng_kept():
             self.ops.begin_step()
             self.transport.begin_step()
             self.recorder.begin_step()

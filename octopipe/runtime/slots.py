@@ -57,6 +57,8 @@ class Cell:
     """Whether its activations go to host memory after F."""
     parcel: Any = None
     """What went there."""
+    graphs: Any = None
+    """Its captured ops by kind, where ops are replayed from CUDA graphs; kept from step to step."""
 
     def clear(self) -> None:
         """Forget everything of a step that broke off."""

@@ -395,6 +395,36 @@ def test_gradients_add_up_over_steps_without_zero_grad(main_grads: bool) -> None
 
 
 @needs_gpu
+@pytest.mark.parametrize("inside", [True, False])
+def test_inputs_are_copied_by_the_graph_or_before_its_launch_with_the_same_result(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step has a batch of its own, at an address of its own."""
+    from octopipe.runtime.stages import graph_memory
+
+    if not inside:
+        monkeypatch.setattr(graph_memory, "graph_driver", lambda device: None)
+    pipe = same(layers(Block, Block, Half, Block), plan(6))
+    nodes = [cell.graphs["F"].inputs.first_node() for cell in pipe.executor.program.cells if cell.first]
+    assert nodes and all((node is not None) == inside for node in nodes)
+
+
+@needs_gpu
+def test_a_graph_that_draws_random_numbers_is_left_to_torch() -> None:
+    from octopipe.runtime.stages.graph_memory import Pool
+
+    out = torch.zeros(64, device="cuda")
+    plain, _ = Pool(torch.device("cuda", 0)).capture(lambda: out.add_(1))
+    drawing, _ = Pool(torch.device("cuda", 0)).capture(lambda: out.uniform_())
+    for graph, by_torch in ((plain, False), (drawing, True)):
+        graph.replay_first()
+        assert (graph.replay == graph._graph.replay) == by_torch
+    before = out.clone()
+    drawing.replay()
+    assert not torch.equal(out, before)
+
+
+@needs_gpu
 def test_replays_allocate_nothing() -> None:
     pipe = Pipeline(layers(Block, Block), plan(4), loss_fn, device="cuda", cuda_graphs=True)
     for step in range(5):

@@ -25,6 +25,7 @@ from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
 from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
 from octopipe.runtime.measure.one_layer import Layer
+from octopipe.runtime.measure.pair_rehearsal import pairs_rehearsal_plan, pairs_rehearsed
 from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
 from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
 from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
@@ -130,13 +131,23 @@ def profile_workload(
     if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
         tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)
-        with closing(TimedRun(work, plan, world, profile, timeout_s=step_limit_s(plan, profile))) as run:
-            warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
-            for k in range(warm_up + 3):
-                run.step(timed=k >= warm_up)
-            profile = rehearsed(profile, plan, run.timelines, world, arrivals=run.knows_arrivals)
+        seen, arrivals = _few_steps(work, plan, world, profile)
+        profile = rehearsed(profile, plan, seen, world, arrivals=arrivals)
+        paired = pairs_rehearsal_plan(profile.costs, world.size)
+        if paired is not None:
+            tell("a few steps of a plan of pairs", 0.95)
+            profile = pairs_rehearsed(profile, paired, _few_steps(work, paired, world, profile)[0], world)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
+
+
+def _few_steps(work: Workload, plan: Plan, world: World, profile: Profile) -> tuple[list[Timeline], bool]:
+    """Timelines of three steps after the first ones, and whether they have the device's own arrival times."""
+    with closing(TimedRun(work, plan, world, profile, timeout_s=step_limit_s(plan, profile))) as run:
+        warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
+        for k in range(warm_up + 3):
+            run.step(timed=k >= warm_up)
+        return run.timelines, run.knows_arrivals
 
 
 def step_limit_s(plan: Plan, profile: Profile) -> float:
@@ -229,7 +240,10 @@ def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
 
     GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very end.
     """
-    plan = build_plan("gpipe", profile.costs, ranks, max(4, ranks), split_backward=True)
+    costs = profile.costs
+    if costs.exchanges:  # pipelines that share experts must run the same plan, and each has measured its own times
+        costs = CostTable.uniform(num_layers=costs.num_layers)
+    plan = build_plan("gpipe", costs, ranks, max(4, ranks), split_backward=True)
     orders = []
     for order in plan.orders:
         now, later = [], []

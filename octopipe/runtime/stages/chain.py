@@ -116,6 +116,10 @@ class Ops:
     def __init__(self, chains: dict[int, StageChain], autocast: Autocast, host: HostStore | None = None):
         self.chains, self._autocast, self.host = chains, autocast, host
 
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Around a training step."""
+        return nullcontext()
+
     def begin_step(self) -> None:
         """Called at the start of a training step, when `.grad` has its initial value."""
 

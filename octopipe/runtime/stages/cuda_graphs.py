@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,9 +39,12 @@ from octopipe.runtime.stages.capturable import (
     modules_of,
     reasons_of_shared_parameters,
 )
+from octopipe.runtime.stages.captured import REPLAYED, Captured, Passage
 from octopipe.runtime.stages.chain import Autocast, Between, Forward, Ops, StageChain
 from octopipe.runtime.stages.graph_gradients import GradientBuffers
-from octopipe.runtime.stages.graph_memory import Graph, Inputs, Pool, viewed
+from octopipe.runtime.stages.graph_inputs import Inputs
+from octopipe.runtime.stages.graph_launch import Graph
+from octopipe.runtime.stages.graph_memory import Pool, viewed
 from octopipe.runtime.values import build, flatten
 
 COLD_STEPS = 2
@@ -55,30 +58,6 @@ PAIRED = "its ops run in pairs with others"
 _log = logging.getLogger("octopipe.graphs")
 
 
-class Captured(NamedTuple):
-    """The graph of one op with its inputs and outputs."""
-
-    graph: Graph
-    inputs: Inputs
-    form: Any
-    """How the outputs are nested."""
-    outputs: list[Any]
-    """Views of the memory to which the graph writes them."""
-    needs: list[bool] | None = None
-    then: Any = None
-    """The function after the last layer, without its target."""
-
-
-class Passage:
-    """What F stores in a cell: one micro-batch whose ops are being captured (`runs`) or replayed (None)."""
-
-    __slots__ = ("runs",)
-
-    def __init__(self, runs: list[Any] | None):
-        self.runs = runs
-
-
-REPLAYED = Passage(None)
 _ONE_TENSOR, _TENSOR_AND_TARGET = (tuple, True, False, False), (tuple, True, False, True)
 """Forms of the usual inputs of F, a tensor without side inputs: known without taking them apart."""
 NO_INPUTS = Inputs(None, None)
@@ -119,7 +98,8 @@ class GraphedOps(Ops):
         self._told: set[str] = set()
         self._watch: Watch | None = None
         self._pool: Pool | None = None
-        self._graphs: dict[tuple[int, int, str], Captured] = {}
+        self._cells: dict[Cell, None] = {}
+        """Cells that hold graphs."""
         self._seen: dict[int, Seen] = {}
         self._facts = Facts([])
         """Of the stages that are captured."""
@@ -129,9 +109,13 @@ class GraphedOps(Ops):
     @property
     def captured(self) -> int:  # type: ignore[override]
         """Graphs that are replayed now."""
-        return len(self._graphs) if self._phase == REPLAYING else 0
+        return sum(len(cell.graphs) for cell in self._cells) if self._phase == REPLAYING else 0
 
     # -- steps ------------------------------------------------------------------------------------------
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Calls of the driver go to the current device, torch's own to the device of their tensors."""
+        return torch.cuda.device(self._device)
 
     def begin_step(self) -> None:
         if self._phase == OFF:
@@ -216,9 +200,11 @@ class GraphedOps(Ops):
 
     def _drop(self) -> None:
         """Drop the graphs and start again, because something they depend on has changed."""
-        if self._graphs or self._pool is not None:
+        if self._pool is not None:
             torch.cuda.synchronize(self._device)
-        self._graphs.clear()
+        for cell in self._cells:
+            cell.graphs = None
+        self._cells.clear()
         self._pool, self._watch = None, None
         self._seen.clear()
         for chain in self.chains.values():
@@ -243,7 +229,15 @@ class GraphedOps(Ops):
         seed: int | None,
         side: Mapping[str, Any] | None,
     ) -> Forward:
-        phase, stage = self._phase, cell.stage
+        phase, stage, graphs = self._phase, cell.stage, cell.graphs
+        if phase == REPLAYING and graphs is not None and then is None and side is None:
+            known = graphs["F"]
+            if known.asked is not None and known.asked is cell.asked and torch.is_grad_enabled():
+                node, address = known.node, value.data_ptr()
+                if address != node.address:
+                    node.move(address)
+                known.graph.replay()
+                return REPLAYED, known.outputs[0], known.needs
         if phase == WATCHED and self._watch is not None:
             self._note(cell, "F", (value, side, _target(then)), (needs, then))
             with self._watch.op(stage, seeded=seed is not None):
@@ -257,9 +251,8 @@ class GraphedOps(Ops):
         else:
             given = []
             form = flatten((value, side, target), given)
-        key = (stage, cell.micro_batch, "F")
         if phase == REPLAYING:
-            known = self._graphs.get(key)
+            known = None if graphs is None else graphs["F"]
             if (
                 known is None
                 or known.then is not _function(then)
@@ -267,22 +260,24 @@ class GraphedOps(Ops):
                 or not known.inputs.fit(form, given, needs)
             ):
                 return super().forward(cell, value, needs, then, seed, side)
+            known.learn(cell, value)
             known.inputs.fill(given)
             known.graph.replay()
             out = known.outputs[0] if known.form is True else build(known.form, iter(known.outputs))
             return REPLAYED, out, known.needs
         if cell.first and needs and True in needs:
             return super().forward(cell, value, needs, then, seed, side)  # its gradient leaves the step
-        inputs = Inputs(form, needs)
+        inputs = self._inputs(form, needs)
         graph, (runs, out, out_needs) = self._capture(
-            lambda: self._forward_body(stage, cell.recomputes, inputs, form, given, needs, then)
+            lambda: self._forward_body(stage, cell.recomputes, inputs, form, given, needs, then), inputs
         )
         outputs: list[Any] = []
         out_form = flatten(out, outputs)
         views = [viewed(leaf) for leaf in outputs]
-        self._graphs[key] = Captured(graph, inputs, out_form, views, out_needs, _function(then))
+        self._cells[cell] = None
+        cell.graphs = {"F": Captured(graph, inputs, out_form, views, out_needs, _function(then))}
         inputs.fill(given)
-        graph.replay()
+        graph.replay_first()
         return Passage(runs), out, out_needs
 
     def recompute(self, cell: Cell) -> None:
@@ -291,34 +286,41 @@ class GraphedOps(Ops):
             with self._watching(cell, "R"):
                 super().recompute(cell)
             return
-        key = (cell.stage, cell.micro_batch, "R")
         if passage.runs is not None:
             runs = passage.runs
             graph, _ = self._capture(lambda: self._recompute_body(cell.stage, runs))
-            self._graphs[key] = Captured(graph, NO_INPUTS, None, [])
-        self._graphs[key].graph.replay()
+            cell.graphs["R"] = Captured(graph, NO_INPUTS, None, [], None, None)
+            graph.replay_first()
+        else:
+            cell.graphs["R"].graph.replay()
 
     def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
         passage, kind = cell.runs, "B" if fused else "I"
         if not isinstance(passage, Passage):
             with self._watching(cell, kind, gradients):
                 return super().backward(cell, gradients, fused=fused)
-        key = (cell.stage, cell.micro_batch, kind)
         if fused:
             cell.runs = None
         if passage.runs is None:
-            known = self._graphs[key]
-            known.inputs.fill_gradients(gradients)  # leaf by leaf already
+            known = cell.graphs[kind]
+            node, first = known.node, gradients[0] if gradients else None
+            if node is None or first is None:
+                known.inputs.fill_gradients(gradients)  # leaf by leaf already
+                known.learn_gradients(cell)
+            else:
+                address = first.data_ptr()
+                if address != node.address:
+                    node.move(address)
             known.graph.replay()
             return known.outputs.copy()
         given: list[Any] = []
         form = flatten(gradients, given)
-        inputs, runs = Inputs(form, None), passage.runs
-        graph, out = self._capture(lambda: self._backward_body(inputs, given, runs, fused))
+        inputs, runs = self._inputs(form, None), passage.runs
+        graph, out = self._capture(lambda: self._backward_body(inputs, given, runs, fused), inputs)
         self._gradients.check(modules_of(self.chains[cell.stage]))
-        self._graphs[key] = Captured(graph, inputs, None, [viewed(leaf) for leaf in out])
+        cell.graphs[kind] = Captured(graph, inputs, None, [viewed(leaf) for leaf in out], None, None)
         inputs.fill(given)
-        graph.replay()
+        graph.replay_first()
         return out
 
     def weight(self, cell: Cell, between: Between = None) -> None:
@@ -328,19 +330,26 @@ class GraphedOps(Ops):
                 super().weight(cell, between)
             return
         cell.runs = None
-        key = (cell.stage, cell.micro_batch, "W")
         if passage.runs is not None:
             runs = passage.runs
             graph, _ = self._capture(lambda: StageChain.weight(runs))
             self._gradients.check(modules_of(self.chains[cell.stage]))
-            self._graphs[key] = Captured(graph, NO_INPUTS, None, [])
-        self._graphs[key].graph.replay()
+            cell.graphs["W"] = Captured(graph, NO_INPUTS, None, [], None, None)
+            graph.replay_first()
+        else:
+            cell.graphs["W"].graph.replay()
 
     # -- what is captured ---------------------------------------------------------------------------------
 
-    def _capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+    def _capture(self, body: Callable[[], Any], inputs: Inputs = NO_INPUTS) -> tuple[Graph, Any]:
         assert self._pool is not None
-        return self._pool.capture(body)
+        graph, made = self._pool.capture(body)
+        inputs.bind(graph)
+        return graph, made
+
+    def _inputs(self, form: Any, needs: Sequence[bool] | None) -> Inputs:
+        assert self._pool is not None
+        return Inputs(form, needs, inside=self._pool.copies_inside)
 
     def _forward_body(
         self, stage: int, again: bool, inputs: Inputs, form: Any, given: list[Any], needs: Any, then: Any

@@ -1,7 +1,8 @@
-"""Memory of CUDA graphs: their shared pool, the addresses of their inputs, views of their outputs.
+"""Memory of CUDA graphs: their shared pool, and views of what they leave in it.
 
-Knows: how work is captured into a graph from a private pool of torch's allocator, and how other tensors are copied to
-the addresses that a graph reads. Does not know: what is captured (`cuda_graphs.py`).
+Knows: how work is captured into a graph from a private pool of torch's allocator. Does not know: what is captured
+(`cuda_graphs.py`), how inputs come to the addresses that a graph reads (`graph_inputs.py`), how it is launched
+(`graph_launch.py`).
 
 A tensor produced by a graph is kept only as a view that does not own its memory (`viewed`). Otherwise graphs captured
 later could not reuse its memory, as they do without graphs.
@@ -12,19 +13,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.graph_driver import GraphDriver
+from octopipe.runtime.stages.graph_launch import Graph, copy_driver
 from octopipe.runtime.torch_private import current_raw_stream, end_allocating_to_pool
-from octopipe.runtime.wire.driver import Driver
 
-Graph = Any
-"""A `torch.cuda.CUDAGraph`."""
-_VIEW = "_graph_view"
+VIEW = "_graph_view"
 """Attribute of a tensor made by a captured op: its view, which replays pass on instead."""
 
 
@@ -43,15 +42,23 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class Pool:
     """A private pool of device memory, and the stream that work is captured on."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, driver: GraphDriver | None = None):
+        """`driver` is for the trial of its calls; otherwise the one that passed the trial is used, if it did."""
+        self._driver = driver or graph_driver(device)
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
         """All graphs of the pool; torch frees its memory with the last of them."""
         self._stream = _capture_stream(device)
 
+    @property
+    def copies_inside(self) -> bool:
+        """Whether copies inside graphs can be redirected."""
+        return self._driver is not None
+
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
         """A graph of everything that `body` launches (nothing of it runs now), and what it returned."""
-        graph = torch.cuda.CUDAGraph()
+        driver = self._driver
+        graph = torch.cuda.CUDAGraph() if driver is None else torch.cuda.CUDAGraph(keep_graph=True)
         generator = torch.cuda.default_generators[self._stream.device.index]
         drawn = generator.get_state()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -65,10 +72,13 @@ class Pool:
             except BaseException:
                 self._break_off(graph, generator, drawn)
                 raise
-        self._kept.append(graph)
-        return graph, result
+        if driver is not None:
+            graph.instantiate()
+        made = Graph(graph, self._stream.device, driver)
+        self._kept.append(made)
+        return made, result
 
-    def _break_off(self, graph: Graph, generator: torch.Generator, drawn: Tensor) -> None:
+    def _break_off(self, graph: Any, generator: torch.Generator, drawn: Tensor) -> None:
         """After a capture that failed: end it, and what torch leaves behind then. Its allocator would go on serving the
         pool, and its generator would refuse to draw outside a capture."""
         with contextlib.suppress(RuntimeError):
@@ -80,126 +90,38 @@ class Pool:
         generator.graphsafe_set_state(fresh)
 
 
-class Place(NamedTuple):
-    """Where one leaf of an op's input lies when the op is replayed."""
-
-    value: Any
-    """A view of its memory; a constant; or a tensor that an earlier graph leaves there itself."""
-    copied: bool
-    """Whether what comes from outside is copied there."""
-    shape: Any = None
-    dtype: Any = None
-    device: int = -1
-    stride: Any = None
-    """The form of what is copied; its device by number."""
-    address: int = 0
-    nbytes: int = 0
-    """Of memory without gaps, which the driver copies without torch's dispatcher; 0 where torch must copy."""
-
-
-class Inputs:
-    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed.
-
-    `fit` and `fill` run before every replay, so each tensor costs them a few attribute reads and one call.
-    """
-
-    __slots__ = ("_form", "_needs", "_places")
-
-    def __init__(self, form: Any, needs: Sequence[bool] | None):
-        self._form, self._needs = form, None if needs is None else list(needs)
-        self._places: list[Place] = []
-
-    def placed(self, given: Sequence[Any]) -> list[Any]:
-        """During capture: the leaves for the op, with outside tensors copied to memory of the pool."""
-        out = []
-        for leaf in given:
-            made = getattr(leaf, _VIEW, None) if isinstance(leaf, Tensor) else None
-            if not isinstance(leaf, Tensor):
-                self._places.append(Place(leaf, False))
-            elif made is not None:
-                self._places.append(Place(made, False))
-            else:
-                leaf = torch.empty_like(leaf, device="cuda", requires_grad=False)
-                self._places.append(copied_to(leaf))
-            out.append(leaf)
-        return out
-
-    def fit(self, form: Any, given: Sequence[Any], needs: Sequence[bool] | None) -> bool:
-        """Whether the op may be replayed with these leaves."""
-        if form != self._form or (needs != self._needs and (needs is None or list(needs) != self._needs)):
-            return False
-        for leaf, place in zip(given, self._places):
-            if place.copied:
-                if not isinstance(leaf, Tensor) or leaf.shape != place.shape or leaf.dtype is not place.dtype:
-                    return False
-                if leaf.get_device() != place.device or leaf.stride() != place.stride:
-                    return False
-            elif leaf is not place.value:
-                value = place.value
-                if isinstance(value, Tensor) or isinstance(leaf, Tensor) or leaf != value:
-                    return False
-        return True
-
-    def fill(self, given: Sequence[Any]) -> None:
-        """Copy outside tensors, which `fit`, to the addresses that the graph reads."""
-        for leaf, place in zip(given, self._places):
-            if place.copied:
-                _copy(leaf, place)
-
-    def fill_gradients(self, given: Sequence[Any]) -> None:
-        """The same for gradients of a micro-batch whose forward was replayed: a missing gradient counts as zeros."""
-        if len(given) != len(self._places):
-            raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._places)}"))
-        for leaf, place in zip(given, self._places):
-            value = place.value
-            if leaf is value:
-                continue
-            if not isinstance(value, Tensor):
-                raise OctoPipeError(_OTHER_GRADIENTS.format("a gradient of an output that had none"))
-            if leaf is None:
-                with torch.no_grad():
-                    value.zero_()
-                continue
-            shape, dtype = (place.shape, place.dtype) if place.copied else (value.shape, value.dtype)
-            if leaf.shape != shape or leaf.dtype is not dtype:
-                seen = f"shape {tuple(leaf.shape)} instead of {tuple(shape)}"
-                raise OctoPipeError(_OTHER_GRADIENTS.format(seen))
-            if leaf.is_contiguous() and leaf.get_device() == place.device:
-                _copy(leaf, place)
-            else:
-                with torch.no_grad():
-                    value.copy_(leaf)
-
-
-def copied_to(leaf: Tensor) -> Place:
-    """The place of an input that is copied into this tensor's memory."""
-    nbytes = leaf.nbytes if leaf.is_contiguous() else 0
-    return Place(viewed(leaf), True, leaf.shape, leaf.dtype, leaf.get_device(), leaf.stride(), leaf.data_ptr(), nbytes)
-
-
 @functools.cache
-def _driver() -> Driver | None:
-    """libcuda itself; None where there is none (ROCm), or torch does not tell its streams."""
-    if current_raw_stream is None:
+def graph_driver(device: torch.device) -> GraphDriver | None:
+    """The driver's calls on graphs if a trial shows that they do what is expected of them; else None."""
+    if copy_driver() is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
         return None
     try:
-        return Driver()
-    except (OSError, AttributeError):
+        driver = GraphDriver()
+        return driver if _redirects(driver, device) else None
+    except (OSError, AttributeError, TypeError, RuntimeError):
         return None
 
 
-def _copy(leaf: Tensor, place: Place) -> None:
-    """On the current stream, as torch's own copy; without gaps it is one call of the driver. `leaf` has the form of the
-    place."""
-    driver, stream_of = _driver(), current_raw_stream
-    if driver is None or stream_of is None or not place.nbytes:
-        with torch.no_grad():
-            place.value.copy_(leaf)
-    else:
-        driver.copy(stream_of(place.device), place.address, leaf.data_ptr(), place.nbytes)
+def _redirects(driver: GraphDriver, device: torch.device) -> bool:
+    """Whether a copy inside a graph can be found, redirected and launched."""
+    first, second, target = (torch.full((4096,), float(k), device=device) for k in range(3))
+    made, _ = Pool(device, driver).capture(lambda: captured_copy(first, target))
+    (node,) = made.copy_nodes([(first.data_ptr(), target.data_ptr())])
+    made.replay_first()
+    seen = [target.unique().tolist()]
+    for source in (second, first):
+        target.fill_(9.0)
+        node.move(source.data_ptr())
+        made.replay()
+        seen.append(target.unique().tolist())
+    return seen == [[0.0], [1.0], [0.0]]
 
 
-_OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than were captured: {}; use cuda_graphs=False"
+def captured_copy(source: Tensor, target: Tensor) -> None:
+    """Within a capture: a copy between memory without gaps on one device, as one node of the graph."""
+    driver = copy_driver()
+    assert driver is not None and current_raw_stream is not None
+    driver.copy(current_raw_stream(target.get_device()), target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 class _Address:
@@ -219,7 +141,7 @@ def viewed(leaf: Any) -> Any:
     """A tensor over the same memory that does not own it; the leaf remembers it. Constants are themselves."""
     if not isinstance(leaf, Tensor):
         return leaf
-    known = getattr(leaf, _VIEW, None)
+    known = getattr(leaf, VIEW, None)
     if known is not None:
         return known
     if leaf.untyped_storage().nbytes() == 0:
@@ -228,6 +150,6 @@ def viewed(leaf: Any) -> Any:
         memory = torch.as_tensor(_Address(leaf), device=leaf.device)
         view = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         view.set_(memory.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
-    setattr(view, _VIEW, view)
-    setattr(leaf, _VIEW, view)
+    setattr(view, VIEW, view)
+    setattr(leaf, VIEW, view)
     return view

@@ -27,30 +27,30 @@ class Driver:
         lib = ctypes.CDLL("libcuda.so.1")
         pointer, u32, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
         stream = ctypes.c_void_p
-        self._write = _typed(lib.cuStreamWriteValue32_v2, stream, pointer, u32, ctypes.c_uint)
-        self._wait = _typed(lib.cuStreamWaitValue32_v2, stream, pointer, u32, ctypes.c_uint)
+        self._write = typed(lib.cuStreamWriteValue32_v2, stream, pointer, u32, ctypes.c_uint)
+        self._wait = typed(lib.cuStreamWaitValue32_v2, stream, pointer, u32, ctypes.c_uint)
         # Tells from the addresses where memory is.
-        self._copy = _typed(lib.cuMemcpyAsync, pointer, pointer, size, stream)
-        self._pin = _typed(lib.cuMemHostRegister_v2, pointer, size, ctypes.c_uint)
-        self._unpin = _typed(lib.cuMemHostUnregister, pointer)
-        self._stream_query = _typed(lib.cuStreamQuery, stream)
-        self._event_query = _typed(lib.cuEventQuery, ctypes.c_void_p)
+        self._copy = typed(lib.cuMemcpyAsync, pointer, pointer, size, stream)
+        self._pin = typed(lib.cuMemHostRegister_v2, pointer, size, ctypes.c_uint)
+        self._unpin = typed(lib.cuMemHostUnregister, pointer)
+        self._stream_query = typed(lib.cuStreamQuery, stream)
+        self._event_query = typed(lib.cuEventQuery, ctypes.c_void_p)
 
     def write(self, stream: int, address: int, value: int) -> None:
-        _succeed(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+        check_code(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
 
     def wait(self, stream: int, address: int, value: int) -> None:
-        _succeed(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
+        check_code(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
+        check_code(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
 
     def pin(self, memory: Tensor) -> None:
         """Let the GPU's copy engines at this host memory, until `unpin`."""
-        _succeed(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
+        check_code(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
 
     def unpin(self, memory: Tensor) -> None:
-        _succeed(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
+        check_code(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
 
     def stream_done(self, stream: int) -> bool:
         """Whether everything queued has ended."""
@@ -61,7 +61,8 @@ class Driver:
         return not event or _ready(self._event_query(event), "cuEventQuery")
 
 
-def _typed(function: Any, *arguments: Any) -> Any:
+def typed(function: Any, *arguments: Any) -> Any:
+    """A function of the library with the types of its arguments."""
     function.argtypes = arguments
     return function
 
@@ -69,10 +70,11 @@ def _typed(function: Any, *arguments: Any) -> Any:
 def _ready(code: int, name: str) -> bool:
     if code == NOT_READY:
         return False
-    _succeed(code, name)
+    check_code(code, name)
     return True
 
 
-def _succeed(code: int, name: str) -> None:
+def check_code(code: int, name: str) -> None:
+    """Raise for an error code of a call of the driver."""
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

@@ -1,0 +1,60 @@
+"""What is kept of a captured op, and of a micro-batch whose ops are graphs.
+
+Knows: which graph, inputs and outputs belong to an op. Does not know: how they are captured or replayed
+(`cuda_graphs.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from octopipe.runtime.slots import Cell
+from octopipe.runtime.stages.graph_driver import CopyNode
+from octopipe.runtime.stages.graph_inputs import Inputs
+from octopipe.runtime.stages.graph_launch import Graph
+
+
+class Captured:
+    """The graph of one op with its inputs and outputs."""
+
+    __slots__ = ("asked", "form", "graph", "inputs", "needs", "node", "outputs", "then")
+
+    def __init__(
+        self, graph: Graph, inputs: Inputs, form: Any, outputs: list[Any], needs: list[bool] | None, then: Any
+    ):
+        self.graph, self.inputs, self.form, self.outputs, self.needs = graph, inputs, form, outputs, needs
+        """`form`: how the outputs are nested. `outputs`: views of the memory to which the graph writes them."""
+        self.then = then
+        """The function after the last layer, without its target."""
+        self.asked: Any = None
+        """F: the form of a message whose value fits. Messages of the same form need not be looked at again."""
+        self.node: CopyNode | None = None
+        """The copy of that value inside the graph. I and B: that of a gradient that a transport delivers."""
+
+    def learn(self, cell: Cell, value: Any) -> None:
+        """This value has been found to fit: remember the form of its message, if that says everything about it.
+
+        A transport delivers tensors without gaps on its own device, so their form is all there is to know.
+        """
+        if cell.asked is not None and isinstance(value, Tensor) and self.then is None and self.form is True:
+            self.node = self.inputs.first_node()
+            self.asked = None if self.node is None else cell.asked
+
+    def learn_gradients(self, cell: Cell) -> None:
+        """Gradients fit. One that a transport delivers has the form of the output, which is fixed."""
+        if cell.gradient_slot is not None and self.inputs.count == 1:
+            self.node = self.inputs.first_node()
+
+
+class Passage:
+    """What F stores in a cell: one micro-batch whose ops are being captured (`runs`) or replayed (None)."""
+
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: list[Any] | None):
+        self.runs = runs
+
+
+REPLAYED = Passage(None)

@@ -1,0 +1,85 @@
+"""Captured CUDA graphs as the executor launches them.
+
+Knows: torch's graph object, the driver's handles of it. Does not know: what is captured, from which memory
+(`graph_memory.py`).
+
+Every call of the driver takes the host as long as the launch of a whole graph, so an op should need one. What arrives
+from outside is therefore copied by the graph itself (`GraphDriver`), and the launch goes to the driver directly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from octopipe.runtime.stages.graph_driver import CopyNode, GraphDriver
+from octopipe.runtime.torch_private import current_raw_stream
+from octopipe.runtime.wire.driver import Driver, check_code
+
+
+class Graph:
+    """One captured op. `replay` launches it on the current stream of its device."""
+
+    __slots__ = ("_device", "_driver", "_graph", "replay")
+
+    def __init__(self, graph: Any, device: torch.device, driver: GraphDriver | None):
+        """`driver`: for graphs that were captured with `keep_graph` and are instantiated."""
+        self._graph, self._device, self._driver = graph, device, driver
+        self.replay: Callable[[], None] = graph.replay
+
+    def replay_first(self) -> None:
+        """The first launch, by torch, which advances the generator of a graph that draws random numbers. A graph that
+        draws none is launched by the driver from then on."""
+        if self._driver is None or current_raw_stream is None:
+            self._graph.replay()
+            return
+        generator = torch.cuda.default_generators[self._device.index]
+        before = generator.get_offset()
+        self._graph.replay()
+        if generator.get_offset() == before:
+            executable = self._graph.raw_cuda_graph_exec()
+            self.replay = direct_launch(self._driver.launch, executable, current_raw_stream, self._device.index)
+
+    def copy_nodes(self, wanted: list[tuple[int, int]]) -> list[CopyNode]:
+        """The copies of this graph from one address to another, in the order asked for.
+
+        Only the copies of inputs read the memory of an outside tensor, so the two addresses identify a copy.
+        """
+        assert self._driver is not None
+        found = {(params.source, params.target): (node, params) for node, params in self._copies()}
+        missing = [pair for pair in wanted if pair not in found]
+        if missing:
+            raise RuntimeError(f"a captured copy is not among the {len(found)} copies of its graph")
+        executable, context = self._graph.raw_cuda_graph_exec(), self._driver.context()
+        return [CopyNode(self._driver, executable, *found[pair], context) for pair in wanted]
+
+    def _copies(self) -> list[tuple[int, Any]]:
+        assert self._driver is not None
+        return self._driver.copies(self._graph.raw_cuda_graph())
+
+
+def direct_launch(
+    launch: Callable[[int, int], int], executable: int, stream_of: Callable[[int], int], device: int
+) -> Callable[[], None]:
+    """A launch as one call of the driver: a closure, because attributes of an object would be looked up every time."""
+
+    def replay() -> None:
+        code = launch(executable, stream_of(device))
+        if code:
+            check_code(code, "cuGraphLaunch")
+
+    return replay
+
+
+@functools.cache
+def copy_driver() -> Driver | None:
+    """libcuda itself; None where there is none (ROCm), or torch does not tell its streams."""
+    if current_raw_stream is None:
+        return None
+    try:
+        return Driver()
+    except (OSError, AttributeError):
+        return None
