@@ -472,8 +472,7 @@ def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
 def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable:
     """What our profiler says of the layers, with all ranks at work, and of the link between two ranks."""
     from octopipe.runtime.measure.links import measure_links
-    from octopipe.runtime.measure.measured import assemble, gather
-    from octopipe.runtime.measure.profiler import profile_layers
+    from octopipe.runtime.measure.profiler import assemble, gather, profile_layers
 
     # One pair stands for all: the ranks are on one machine.
     sizes = (1 << 12, 4 * tokens.numel() * WIDTH)

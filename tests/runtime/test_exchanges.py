@@ -18,9 +18,8 @@ import octopipe  # noqa: E402
 from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.plans.two_lanes import interleave, sequence, with_filler  # noqa: E402
 from octopipe.runtime.measure.exchanges import MeasuredExchange, segments_of  # noqa: E402
-from octopipe.runtime.measure.measured import assemble  # noqa: E402
 from octopipe.runtime.measure.one_layer import Layer  # noqa: E402
-from octopipe.runtime.measure.profiler import profile_layers  # noqa: E402
+from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
 
 
 class _Slow(torch.autograd.Function):

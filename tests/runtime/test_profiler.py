@@ -23,9 +23,8 @@ from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.models.zoo import preset
 from octopipe.runtime.measure.links import fit
-from octopipe.runtime.measure.measured import assemble
 from octopipe.runtime.measure.mps import Mps
-from octopipe.runtime.measure.profiler import LayerRing, groups_of_modules, profile_layers
+from octopipe.runtime.measure.profiler import LayerRing, assemble, groups_of_modules, profile_layers
 from octopipe.runtime.measure.trial import (
     Workload,
     profile_workload,

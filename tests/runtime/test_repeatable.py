@@ -17,8 +17,7 @@ from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.costs.table_file import costs_from_record, record_of  # noqa: E402
-from octopipe.runtime.measure.measured import assemble, gather  # noqa: E402
-from octopipe.runtime.measure.profiler import profile_layers  # noqa: E402
+from octopipe.runtime.measure.profiler import assemble, gather, profile_layers  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
 from octopipe.runtime.stages.repeatable import LOOKS_AGAIN_AT, digest_of, first_difference, is_noise, sketch  # noqa: E402

@@ -16,8 +16,7 @@ from torch import nn  # noqa: E402
 from octopipe.cli import main  # noqa: E402
 from octopipe.costs.profile_file import load_profile  # noqa: E402
 from octopipe.models import layers as spec  # noqa: E402
-from octopipe.runtime.measure.measured import assemble  # noqa: E402
-from octopipe.runtime.measure.profiler import profile_layers  # noqa: E402
+from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
 from octopipe.runtime.measure.routing import routing_heard  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
 from tests.helpers.ranks import Ranks  # noqa: E402

@@ -24,10 +24,9 @@ from octopipe.plans.plan import Op, Plan
 from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
 from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
-from octopipe.runtime.measure.measured import Measured, assemble, gather
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.pair_rehearsal import pairs_rehearsal_plan, pairs_rehearsed
-from octopipe.runtime.measure.profiler import LayerRing
+from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
 from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
 from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
 from octopipe.runtime.measure.workload import Workload
@@ -41,8 +40,21 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 __all__ = [
-    "STEADY_MEMORY", "Fidelity", "MeasuredSteps", "ProfileJob", "ValidateJob", "Workload", "fidelity", "on_ranks",
-    "profile_task", "profile_workload", "rehearsal_plan", "rehearsed", "run_plan", "side_by_side", "validate_task",
+    "STEADY_MEMORY",
+    "Fidelity",
+    "MeasuredSteps",
+    "ProfileJob",
+    "ValidateJob",
+    "Workload",
+    "fidelity",
+    "on_ranks",
+    "profile_task",
+    "profile_workload",
+    "rehearsal_plan",
+    "rehearsed",
+    "run_plan",
+    "side_by_side",
+    "validate_task",
 ]  # fmt: skip
 
 
