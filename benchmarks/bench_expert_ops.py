@@ -109,7 +109,7 @@ def measure(model: str, args: argparse.Namespace) -> None:
     from octopipe.models.layers import Moe
     from octopipe.models.zoo import preset
     from octopipe.runtime.measure.one_layer import Layer
-    from octopipe.runtime.measure.profiler import timed_rounds
+    from octopipe.runtime.measure.timing import timed_rounds
     from octopipe.runtime.nn.moe import Moe as MoeLayer
 
     spec = preset(model) if args.scale == 1.0 else preset(model).scaled(args.scale)

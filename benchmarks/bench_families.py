@@ -68,7 +68,7 @@ def judge(family: str, ranks: Any, plans: Any) -> tuple[str, str]:
         return "no config", f"more than {LIMIT_S} s at this size"
     except Exception as error:
         words = " ".join(str(error).split())
-        if "Double" not in words or plans is not None:
+        if not ("double" in words.lower() or "overflow" in words) or plans is not None:
             return "no config", f"the unsplit model fails too: {words[:140]}"
         # Some families make single-precision tensors whatever the precision of their weights.
         off = chained(family, dtype=torch.float32)

@@ -8,9 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, close_shared, shared_ranks, start_server
+from hypothesis import HealthCheck, settings
+from ranks import Ranks, close_shared, same_numbers, shared_ranks, start_server
 
 from octopipe.costs.measured import AUTHORS
+
+# The same examples in every run and on every machine, however slow it is: what a test says must not depend on luck.
+# `make fuzz` looks for new ones.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,7 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Workers share the cores: a test computes with one thread, whatever the tests before it asked for."""
+    """Workers share the cores: a test computes with one thread, whatever the tests before it asked for. And it draws
+    the same numbers, whichever tests ran before it in this process."""
+    same_numbers()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

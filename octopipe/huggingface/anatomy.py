@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.provenance import Provenance
+from octopipe.huggingface.provenance import LIKE_SECOND, SHAPE_ALONE, Provenance
 from octopipe.huggingface.shell import (
     Beside,
     LayerAnswers,
@@ -41,6 +41,8 @@ from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
 
 BATCH, TOKENS = 3, 7
 """The trace's batch: sizes that no width of a model equals by chance."""
+LAYER = "layer"
+"""Marks, among the names of what a tensor was computed from, the output of a layer."""
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
 """Types of arguments that say the same whoever reads them."""
 
@@ -95,11 +97,17 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes in which phase parameters are used; what follows the last layer runs on meta."""
+    """Notes in which phase parameters are used; what follows the last layer runs on meta.
 
-    def __init__(self, names: dict[int, str]):
+    `provenance`: knows what was computed from parameters and layers before. Behind the last layer, nothing of that may
+    be used but the last layer's output (`last`): the head of a pipeline has nothing else.
+    """
+
+    def __init__(self, names: dict[int, str], provenance: Provenance):
         super().__init__()
         self.names = names
+        self.provenance = provenance
+        self.last: Tensor | None = None
         self.used: dict[str, set[str]] = {"embed": set(), "head": set()}
         self.phase = "embed"
 
@@ -113,9 +121,21 @@ class _Watch(TorchFunctionMode):
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
-        if self.phase == "head":
-            args, kwargs = pytree.tree_map(_on_meta, (args, kwargs))
-        return func(*args, **kwargs)
+        if self.phase != "head":
+            return func(*args, **kwargs)
+        out = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
+            self._refuse_early_values(getattr(func, "__name__", ""), args, kwargs)
+        return out
+
+    def _refuse_early_values(self, called: str, args: Any, kwargs: Any) -> None:
+        if called in SHAPE_ALONE:
+            return
+        used = args[:1] if called in LIKE_SECOND or called == "to" else (args, kwargs)
+        for leaf in pytree.tree_leaves(used):
+            known = not isinstance(leaf, Tensor) or leaf is self.last or id(leaf) in self.names
+            if not known and self.provenance.of(leaf):
+                raise Refused("its head takes more than the last layer's output: something computed before it")
 
 
 def _on_meta(value: Any) -> Any:
@@ -181,7 +201,7 @@ class _Trace:
         fill_buffers(self.model, shell)
         shell.eval()
         names = {id(value): name for name, value in self._named(shell)}
-        watch = _Watch(names)
+        watch = _Watch(names, self.provenance)
         for name, module in shell.named_modules():
             if not name.startswith(f"{self.path}."):
                 own = [*vars(module).get("_parameters", {}).values(), *vars(module).values()]
@@ -197,7 +217,7 @@ class _Trace:
         with self.provenance, watch:
             out = shell(input_ids=ids, use_cache=False, **asked)
         if len(self.takes) != self.count:
-            raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers")
+            raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers on a batch of tokens")
         if getattr(out, "logits", None) is None:
             raise Refused("its forward gives no logits")
         used = watch.used
@@ -236,14 +256,19 @@ class _Trace:
             )
             out = torch.zeros_like(hidden, requires_grad=True)
             self.outputs.append(out)
+            self.provenance.name(out, (LAYER, k))
         if k == self.count - 1:
-            watch.phase = "head"
+            watch.phase, watch.last = "head", out
         return as_layer_returns(out, self.returns, Beside())
 
     def _moves(self, k: int, i: int, leaf: Any) -> bool:
         """Whether a leaf must travel with the hidden state; refuses what could not."""
         if isinstance(leaf, Tensor):
             if not leaf.requires_grad:
+                if any(name[0] == LAYER for name in self.provenance.of(leaf) if isinstance(name, tuple)):
+                    raise Refused(
+                        f"layer {k} takes something made of an earlier layer's output beside the hidden state"
+                    )
                 return bool(self.provenance.of(leaf))
             made_of: tuple[Tensor | None, ...] = ()
             if self.outputs:

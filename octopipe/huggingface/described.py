@@ -23,6 +23,9 @@ from octopipe.huggingface.source import config_for, has_towers, model_class, rea
 from octopipe.huggingface.weights import has_weights
 from octopipe.models.readers.hf_config import from_config
 
+PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Config keys under which families give the number of their multi-token-prediction layers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfModel:
@@ -53,6 +56,8 @@ class HfModel:
     """Of every layer; a parameter that both ends use counts at both."""
     inputs: InputForm | None = None
     """What a micro-batch consists of, where that is more than tokens."""
+    untrained_predictions: int = 0
+    """Multi-token-prediction layers of the config that the transformers class leaves out."""
 
     @property
     def num_layers(self) -> int:
@@ -116,7 +121,15 @@ def describe(
         dtype=_dtype(given),
         layer_parameters=parts.layer_parameters,
         inputs=_inputs(parts, name, images, encoder_seq, seq),
+        untrained_predictions=prediction_layers(parts.config),
     )
+
+
+def prediction_layers(config: Any) -> int:
+    """How many multi-token-prediction layers a config has. transformers' classes build them for generation alone."""
+    text = config.get_text_config(decoder=True)
+    found = (getattr(text, key, None) for key in PREDICTION_KEYS)
+    return next((int(count) for count in found if isinstance(count, int) and count > 0), 0)
 
 
 def _inputs(

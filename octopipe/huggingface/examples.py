@@ -30,6 +30,9 @@ from octopipe.huggingface.shell import (
 ROWS, TOKENS = 5, 7
 """Sizes that no width of a model equals by chance; no layer returns a tuple of so many."""
 OTHER_INPUTS = ("pixel_values", "decoder_input_ids", "input_features", "input_values")
+USUAL_INPUTS = ("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels")
+OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwargs", "cache_position", "interpolate_")
+MOST_NAMES = 5
 
 
 def takes_more_than_tokens(model: nn.Module) -> bool:
@@ -38,8 +41,11 @@ def takes_more_than_tokens(model: nn.Module) -> bool:
     config: Any = model.config
     if "decoder_input_ids" in names:
         return bool(getattr(config, "is_encoder_decoder", False))
-    if "pixel_values" in names and set(getattr(config, "sub_configs", None) or {"text_config"}) == {"text_config"}:
+    parts = {name for name in getattr(config, "sub_configs", None) or () if name != "text_config"}
+    if "pixel_values" in names and not parts:
         return False  # images are embedded by one matrix, without a tower (Fuyu); batches of tokens are complete
+    if parts and all(getattr(config, name, None) is None for name in parts):
+        return False  # the family may have towers, and this config has none of them
     return any(name in names for name in OTHER_INPUTS)
 
 
@@ -55,13 +61,18 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
     except OctoPipeError:
         raise
     except Exception as error:  # a model whose conventions are others
-        why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(
-            f"{type(model).__name__}: no example of its inputs could be made ({type(error).__name__}: {why}); "
-            "give one: layers(model, example={...}) with the inputs of a small batch"
-        ) from None
-    raise OctoPipeError(
-        f"{type(model).__name__}: no example of its inputs is known; give one: layers(model, example={{...}})"
+        raise _unknown(model) from error
+    raise _unknown(model)
+
+
+def _unknown(model: nn.Module) -> OctoPipeError:
+    """Inputs of no convention that is known here: their names, and what to do."""
+    names = [n for n in _inputs_of(model) if n not in USUAL_INPUTS and not n.startswith(OUTPUT_CHOICES)]
+    more = f" and {len(names) - MOST_NAMES} more inputs" if len(names) > MOST_NAMES else ""
+    taken = f"{', '.join(names[:MOST_NAMES])}{more}" if names else "inputs of its own"
+    return OctoPipeError(
+        f"{type(model).__name__} takes {taken} beside tokens, in a form that octopipe does not know how to make up; "
+        "give an example of a small batch: layers(model, example={...})"
     )
 
 
@@ -93,7 +104,7 @@ def _of_encoder_decoder(model: nn.Module) -> dict[str, Tensor]:
     if main == "pixel_values":
         size, channels = _image_size(config)
         return {main: torch.zeros(ROWS, channels, size, size, dtype=_dtype(model)), **decoder}
-    raise OctoPipeError(f"{type(model).__name__} takes {main}; give an example: layers(model, example={{...}})")
+    raise _unknown(model)
 
 
 def _of_images(model: nn.Module) -> dict[str, Tensor]:
@@ -161,9 +172,7 @@ def _image_size(vision: Any) -> tuple[int, int]:
 def _tokens_an_image(model: nn.Module, given: Mapping[str, Tensor]) -> int:
     """How many features an image becomes, from the model's own code around placeholder layers."""
     if not any(hasattr(m, "get_image_features") for m in (model, getattr(model, "model", None))):
-        raise OctoPipeError(
-            f"{type(model).__name__}: no example of its inputs is known; give one: layers(model, example={{...}})"
-        )
+        raise _unknown(model)
     zeros = lambda _, old: zeros_like_all_of(old, "cpu") if isinstance(old, nn.Parameter) else real_buffer(old, "cpu")  # noqa: E731
     shell, answers = shell_of(model, stacks(model), zeros)
     fill_buffers(model, shell)

@@ -45,7 +45,8 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
     try:
         found, logits, labels = _asked(model, paths, example, returns)
     except Exception as error:  # a forward that cannot be asked
-        why = f"its forward fails on given logits ({' '.join(str(error).split())[:100]})"
+        said = " ".join(str(error).split())[:100]
+        why = "from something else than one row of logits for every token" + (f" ({said})" if said else "")
         raise _refusal(model, why) from None
     for loss in candidates:
         try:

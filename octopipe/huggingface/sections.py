@@ -145,14 +145,16 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
     found = stacks(model)
     if not found:
         raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers")
-    reason = ""
+    reason, furthest = "", -1
     # All stacks are layers of the pipeline if the forward allows it; else the smaller ones run within a passage.
     tried = [found[:count] for count in range(len(found), 0, -1)]
     for chosen in tried:
         paths = [name for name, _ in model.named_modules() if name in chosen]
-        for returns in _guesses(model, paths):
+        guesses = _guesses(model, paths)
+        for guess in guesses:
+            attempt = _Trace(model, paths, guess, example)
             try:
-                return _Trace(model, paths, returns, example).run()
+                return attempt.run()
             except _NotVisited as error:
                 used = [path for path in chosen if path not in error.paths]
                 if used and used not in tried:
@@ -161,11 +163,26 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
             except OctoPipeError:
                 raise
             except Exception as error:  # whatever a family's code does with values that it does not expect
-                text = " ".join(str(error).split())[:160]
-                word = text if isinstance(error, Refused) else f"its forward fails ({type(error).__name__}: {text})"
-                if isinstance(error, Refused) or not reason:
-                    reason = word
+                # A wrong guess of what layers return fails early: the attempt that came furthest says most.
+                refused = isinstance(error, Refused)
+                if (far := len(attempt.visits) + MOST_VISITS * refused) > furthest:
+                    text = " ".join(str(error).split())[:160]
+                    reason, furthest = text if refused else f"its forward fails ({type(error).__name__}: {text})", far
+                _add_next_guess(guesses, guess, attempt, paths)
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
+
+
+def _add_next_guess(
+    guesses: list[tuple[int, ...]], guess: tuple[int, ...], attempt: _Trace, paths: Sequence[str]
+) -> None:
+    """Where many lists make too many combinations: the last list that was reached may return something else."""
+    if not attempt.visits or len(guesses) > 2 * MOST_GUESSES:
+        return
+    at = list(paths).index(attempt.layers[attempt.visits[-1]].rpartition(".")[0])
+    for count in (0, 1, 2, 3):
+        other = (*guess[:at], count, *guess[at + 1 :])
+        if other not in guesses:
+            guesses.append(other)
 
 
 def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
@@ -242,10 +259,17 @@ class _Trace:
         if run != set(self.paths):
             raise _NotVisited(sorted(set(self.paths) - run))
         if len(set(self.visits)) < len(self.layers):
-            raise Refused(f"its forward runs {len(set(self.visits))} of {len(self.layers)} layers")
+            raise Refused(self._not_run())
         self._begin(len(self.visits))
         self._needs(self.provenance.of(logits))
         return self._found()
+
+    def _not_run(self) -> str:
+        """Which layers the example does not reach: usually those that need an input which it does not have."""
+        idle = [name for number, name in enumerate(self.layers) if number not in self.visits]
+        kind = type(self.model.get_submodule(idle[0])).__name__
+        more = f" and {len(idle) - 1} more of {len(self.layers)} layers" if len(idle) > 1 else ""
+        return f"its forward does not run {idle[0]} ({kind}){more} on a batch of {' and '.join(self.example)}"
 
     def _visit(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         g = len(self.visits)

@@ -47,7 +47,7 @@ from octopipe.megatron.units import (
 )
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.links import measure_links
-from octopipe.runtime.measure.profiler import Timed, timed_rounds, wait_all
+from octopipe.runtime.measure.timing import Timed, timed_rounds, wait_all
 from octopipe.runtime.ranks.world import World
 
 FACTORS = 0.7, 1.4

@@ -19,7 +19,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import KINDS
 from octopipe.runtime.slots import SEND, RankProgram, Step
 from octopipe.runtime.stages.stage import Stage
-from octopipe.runtime.wire.telling import PeerError
+from octopipe.runtime.wire.telling import PeerError, moment, told
 
 _WORDS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward", "R": "recomputation"}
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
@@ -45,16 +45,19 @@ class Failures:
         step: int,
         begun: Callable[[], int],
         last_words: Callable[[BaseException], str],
+        timeout_s: float,
         *give_up: Callable[[], None],
     ) -> Iterator[None]:
         """Context of a step; if it raises, what it leaves behind is discarded.
 
         `begun` counts started steps: an error that is found before anything is sent changes nothing.
-        `last_words` reports an error to the other ranks and returns their reports.
+        `last_words` reports an error to the other ranks and returns their reports. A lost peer is told as one, wherever
+        in the step it shows.
         """
         before = begun()
         try:
-            yield
+            with moment(f"in step {step}"), told(timeout_s):
+                yield
         except BaseException as error:
             if begun() == before:
                 raise

@@ -48,6 +48,7 @@ from octopipe.runtime.ranks.world import World
 from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
+from octopipe.runtime.wire.telling import told
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
@@ -60,6 +61,7 @@ class Pipeline:
     `predict`, `clip_grad_norm_`, `timeline`.
     """
 
+    @told()
     def __init__(
         self,
         layers: Sequence[nn.Module | Callable[[], nn.Module]],
@@ -350,8 +352,9 @@ class Pipeline:
     def _whole(self) -> AbstractContextManager[None]:
         begun = lambda: self.executor.begun  # noqa: E731
         give_up = self.reducer.give_up, self.transport.abandon, self.world.break_off
-        return self.failures.watched(self.step_number, begun, self.executor.last_words, *give_up)
+        return self.failures.watched(self.step_number, begun, self.executor.last_words, self.timeout_s, *give_up)
 
+    @told()
     def recover(self) -> None:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
 

@@ -14,6 +14,7 @@ or what a precision costs (`costs/mode.py`).
 
 With `shard=True`, every data-parallel pipeline keeps master weights and optimizer state only for its share of the
 parameters. It updates those and broadcasts the new values (ZeRO-1); `step` is then collective over the pipelines.
+With `host=1.0`, master weights and moments are in host memory, and the CPU updates them (`host_state.py`).
 
 bfloat16 has the range of float32, so no loss scaling is needed. A checkpoint stores the master weights instead of the
 rounded ones, so a run resumes exactly, in this precision or another one.
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
+from octopipe.runtime.host_state import HOST, HostState, hosted
 from octopipe.runtime.ranks.owners import Owners
 from octopipe.runtime.torch_private import foreach_copy_
 
@@ -102,6 +104,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     `shard`: shard master weights and state over the data-parallel replicas of `model`, which must be a `Pipeline`;
     `make` then receives this replica's share. Float32 parameters are sharded in the same way.
 
+    `host`: the share of master weights and optimizer state that is kept in host memory and updated by the CPU (0 to
+    1). Of float32 parameters, the copy that is updated is there. `make` receives CPU tensors for this share.
+
     Weights that are changed between two steps (loaded, reset) are taken over: a master weight is updated from its
     parameter whenever the parameter is no longer the rounded master weight.
     """
@@ -112,6 +117,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model: Trained,
         *,
         shard: bool = False,
+        host: float = 0.0,
     ):
         # Not torch's own constructor: groups, state and hooks are those of `inner`.
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
@@ -120,8 +126,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._trained = [p for _, p in trained]
         self.owners = _owners(model, self._trained) if shard else None
         """Which replica updates which parameter, if state is sharded."""
+        away = hosted([p for p in self._trained if self.owns(p)], host)
         for name, parameter in trained:
-            if hasattr(parameter, "device_mesh") and (shard or parameter.dtype in LOW):
+            if hasattr(parameter, "device_mesh") and (shard or host or parameter.dtype in LOW):
                 raise OctoPipeError(
                     f"{name} is sharded (a DTensor): its mixed precision is fully_shard's; "
                     "give that a MixedPrecisionPolicy, and a plain optimizer here"
@@ -129,12 +136,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             if not self.owns(parameter):
                 continue
             master = parameter
-            if parameter.dtype in LOW:
-                master = nn.Parameter(parameter.detach().float())
+            if parameter.dtype in LOW or parameter in away:
+                dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
+                place = HOST if parameter in away else parameter.device
+                master = nn.Parameter(parameter.detach().to(place, dtype, copy=True))
             master.layer_name = name  # type: ignore[attr-defined]
             self._masters[parameter] = master
         self._models = {id(m): p for p, m in self._masters.items()}
         self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
+        self._here = [pair for pair in self._pairs if pair[0] not in away]
+        self._away = HostState([pair for pair in self._pairs if pair[0] in away])
         self._versions: dict[nn.Parameter, int] = {}
         self._note_versions()
         # torch's optimizers refuse an empty list, which a share of very few parameters may be.
@@ -172,6 +183,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return None
         self._follow(parameter, found)
         return found
+
+    def place_of(self, parameter: nn.Parameter) -> torch.device:
+        """Where the state of one of the model's parameters is."""
+        return self._masters[parameter].device
 
     def parameter_of(self, updated: Tensor) -> Tensor:
         """The model's parameter for one of the tensors in the parameter groups."""
@@ -227,9 +242,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # -- what keeps the two sides together --------------------------------------------------------------
 
     def _lend_gradients(self) -> None:
-        for parameter, master in self._pairs:
+        for parameter, master in self._here:
             grad = parameter.grad
             master.grad = grad if grad is None or grad.dtype is torch.float32 else grad.float()
+        self._away.bring_gradients()
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def called() -> Any:
@@ -244,8 +260,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _round(self) -> None:
         """Sets the parameters to their rounded master weights."""
-        if self._pairs:
-            foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+        if self._here:
+            foreach_copy_([p for p, _ in self._here], [m for _, m in self._here])
+        self._away.return_weights()
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -255,8 +272,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _follow(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
         if parameter._version != self._versions[parameter]:
             with torch.no_grad():
-                changed = parameter != master.to(parameter.dtype)
-                master.copy_(torch.where(changed, parameter.float(), master))
+                values = parameter.detach().to(master.device)
+                changed = values != master.to(values.dtype)
+                master.copy_(torch.where(changed, values.to(master.dtype), master))
             self._versions[parameter] = parameter._version
 
 

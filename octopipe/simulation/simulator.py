@@ -267,6 +267,15 @@ def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(members)) * link.latency_ms + 2 * (members - 1) / members * nbytes * link.ms_per_byte
 
 
+def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
+    """The ranks that hold weights which a tied head shares with the embedding, and so sum their gradients. Of a cut
+    head every rank holds other rows, each of them once."""
+    if not costs.tied_bytes:
+        return ()
+    ends = [s for s in plan.stages if s.shard is None and (s.first == 0 or s.stop == plan.num_layers > s.first)]
+    return tuple(sorted({s.rank for s in ends}))
+
+
 def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
     """Reductions of each stage's gradients as soon as its last weight gradient is there, then the optimizer."""
     done = np.zeros(len(plan.stages))
@@ -281,6 +290,9 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
     for s, stage in enumerate(plan.stages):
         held[stage.rank].append(s)
+    tied, tied_ready = _tied_holders(plan, costs), 0.0
+    if len(tied) > 1:
+        tied_ready = float(max(done[s] for s, x in enumerate(plan.stages) if x.first == 0 or x.stop == plan.num_layers))
     extras = []
     for rank in range(plan.num_ranks):
         clock = 0.0
@@ -298,6 +310,13 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
                 begin = max(clock, ready)
                 clock = begin + took
                 extras.append(Extra(f"reduce stage {s}", rank, begin, clock))
+        if rank in tied and len(tied) > 1:
+            nbytes = float(min(costs.gradient_bytes[0], costs.gradient_bytes[-1]))
+            took = _all_reduce_ms(nbytes, len(tied), costs.sum_link(rank, next(r for r in tied if r != rank)))
+            if took > 0:
+                begin = max(clock, tied_ready)
+                clock = begin + took
+                extras.append(Extra("reduce tied weights", rank, begin, clock))
         update = sum(
             float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) * part_of(plan.stages[s])
             for s in mine

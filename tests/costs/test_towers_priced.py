@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli import main
 from octopipe.costs.analytic.flops import layer_flops
 from octopipe.costs.resolve import resolve_costs
 from octopipe.models.spec import Attention, Block, ModelSpec
@@ -99,6 +101,17 @@ def test_a_frozen_tower_costs_no_backward_and_holds_no_state() -> None:
     assert still.setup is not None and "layers 0-24 frozen" in still.setup.words()
 
 
+def test_a_frozen_tower_hands_over_no_more_than_its_images_make() -> None:
+    """A micro-batch without images must not raise what the others send."""
+    counts = [0, 3, 1, 4]
+    free, still = (resolve_costs(QWEN, pp=4, seq=8192, images=counts, frozen=f, **GPU) for f in ("", "towers"))
+    towers = np.array([isinstance(layer, TowerLayer) for layer in QWEN])
+    most = np.asarray(still.micro_batch_factor).max(axis=0)[towers] * still.boundary_bytes[towers]
+    alone = resolve_costs(QWEN, pp=4, seq=8192, images=max(counts), frozen="towers", **GPU).boundary_bytes[towers]
+    assert (most >= 0.999 * alone).all() and (most < 2 * alone).all()
+    assert (still.boundary_bytes[~towers] == free.boundary_bytes[~towers]).all()
+
+
 def test_what_an_encoder_decoders_decoder_hands_on_includes_the_encoders_output() -> None:
     costs = resolve_costs(T5, pp=4, seq=256, encoder_seq=1024, **GPU)
     width = 4096
@@ -130,6 +143,25 @@ def test_a_decoder_is_priced_as_the_text_model_alone_is() -> None:
 def test_what_changes_nothing_or_cannot_be_is_refused(model: str, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(OctoPipeError, match=said):
         resolve_costs(model, pp=4, **GPU, **asked)
+
+
+def test_a_list_of_images_names_what_is_no_number_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["simulate", "qwen2.5-vl-7b", "--pp", "4", "--system", "1f1b"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*flags, "--images", "1,x"])
+    assert stopped.value.code == 2
+    assert "'x' is not a number of items; give numbers separated by commas" in capsys.readouterr().err
+    assert main([*flags, "--images", "counts.txt"]) == 2
+    assert "counts.txt: no such file" in capsys.readouterr().err
+
+
+def test_images_of_measured_times_say_where_to_measure_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = {"format": "octopipe.layer-times/1", "model": "seen", "pattern": "vVJTL", "forward_ms": [1] * 5}
+    file |= {"backward_ms": [1] * 5, "weight_ms": [1] * 5}
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(file))
+    assert main(["simulate", str(path), "--pp", "2", "--images", "0,1"]) == 2
+    assert "measure with it (octopipe profile --images ...)" in capsys.readouterr().err
 
 
 def test_attention_of_a_decoder_stays_causal() -> None:

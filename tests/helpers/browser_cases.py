@@ -26,6 +26,7 @@ class Seen:
 
     def __init__(self, browser: Any, **options: Any):
         self.page = browser.new_page(viewport={"width": 1440, "height": 900}, **options)
+        self.page.set_default_timeout(1e3 * PATIENCE_S)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from browser_cases import Seen
+from ranks import PATIENCE_S
 
 FLAGS = [
     "--headless",
@@ -42,7 +43,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         _missing("Chromium is not on this machine (apt-get install chromium)")
     with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=path, args=FLAGS)
+        running = play.chromium.launch(executable_path=path, args=FLAGS, timeout=1e3 * PATIENCE_S)
         yield running
         running.close()
 

@@ -59,9 +59,18 @@ MORE: dict[str, Any] = {
     "image_token_id": 500, "image_token_index": 500, "video_token_id": 501, "audio_token_id": 502,
     "audio_token_index": 502, "vision_start_token_id": 503, "vision_end_token_id": 504, "boi_token_index": 505,
     "eoi_token_index": 506, "pad_token_id": 0, "forced_eos_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size_per_layer_input": 512,
     "text_hidden_size": 32, "projector_hidden_size": 32, "vision_hidden_size": 32, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 ZERO = ("dropout", "pdrop", "_drop", "drop_path", "jitter", "layerdrop")
+_BYTES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+"""The parts of a model of bytes (BLT), which have configs of their own."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None},
     "xlm": {"emb_dim": 32},
@@ -79,6 +88,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "roberta": {"is_decoder": True},
     "bart": {"is_decoder": True, "is_encoder_decoder": False},
     "bailing_hybrid": {"num_expert_group": 1, "linear_head_dim": 8, "linear_num_heads": 4},
+    "blt": {
+        "patcher_config": {**_BYTES, "sliding_window": 4},
+        "encoder_config": {**_BYTES, "num_hidden_layers": 1, "hidden_size_global": 64, "cross_attn_all_layers": False},
+        "decoder_config": {**_BYTES, "hidden_size_global": 64, "cross_attn_all_layers": True},
+        "global_config": {**_BYTES, "hidden_size": 64},
+        "encoder_hash_byte_group_vocab": 50,
+        "patching_threshold": 4.0,
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "ctrl": {"dff": 48},
     "dbrx": {
@@ -105,6 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "reformer": {"axial_pos_embds": False},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What the sizes alone do not say."""

@@ -7,14 +7,19 @@ import ctypes
 import importlib
 import multiprocessing as mp
 import os
+import random
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
+
+import numpy as np
 
 PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
@@ -23,6 +28,8 @@ PATIENCE_S = 300.0
 """How long a test waits for what comes at once on a quiet machine. No test may fail because the machine is busy, so
 whatever is not waited out on purpose gets this much time; tests/project/test_waits.py holds every test to it."""
 AFTER_FAILURE_S = 60.0
+OWN_PORTS = (12000, 32000)
+"""Below those that Linux gives to connections (net.ipv4.ip_local_port_range)."""
 
 
 def start_server() -> None:
@@ -33,9 +40,21 @@ def start_server() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port for a process that can only be told a number. The system gives ports of its own range to every connection,
+    hundreds in a moment of a test run: one that is free now may be taken before it is used. So it is of another."""
+    for port in random.SystemRandom().sample(range(*OWN_PORTS), 100):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port of {OWN_PORTS} is free")
+
+
+def same_numbers() -> None:
+    """From here on, every process draws what it would draw if nothing had been drawn before."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str]) -> None:
@@ -44,7 +63,8 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     from octopipe.runtime.ranks.world import World
 
     world = World(dist.group.WORLD)
@@ -56,6 +76,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
         if job is None:
             break
         function, args = job
+        same_numbers()
         try:
             pipe.send((True, function(world, *args)))
         except BaseException as error:
@@ -98,18 +119,21 @@ class Ranks:
         environment: Callable[[int], dict[str, str]] = lambda rank: {},
         imports: Sequence[str] = (),
     ):
+        from octopipe.runtime.ranks.meeting import local_store
+
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        port = free_port()
+        # The store is the test's, at a port that it holds from the beginning: nobody else can take it.
+        self._store = local_store()
         self.size = size
         self.broken = False
         """A job failed: its ranks may be waiting for each other still."""
         self._pipes, self.processes = [], []
         ends = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in ends]
-        starts = [(rank, size, port, ends[rank][1], backend, environment(rank)) for rank in range(size)]
+        starts = [(rank, size, self._store.port, ends[rank][1], backend, environment(rank)) for rank in range(size)]
         if imports:
             self.processes = [context.Process(target=_fork_ranks, args=(imports, starts), daemon=False)]
         else:

@@ -120,3 +120,33 @@ def late():
         "octopipe.nowhere", "octopipe.nothing", "octopipe.plans.file.lost_plan", "octopipe.runtime.training.job.Gone",
         "octopipe.tuned", "octopipe.megatron.profiled", "octopipe.plans.file.saved_plan", "octopipe.plans.plan.Nope",
     }  # fmt: skip
+
+
+SLOW_TO_IMPORT = ("megatron", "torch._dynamo", "torch._inductor", "tensorboard", "datasets", "wandb")
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """What a file imports when it is loaded, `pytest.importorskip` included."""
+    for node in statements(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call):
+            call = node.value
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "importorskip":
+                yield from (str(arg.value) for arg in call.args if isinstance(arg, ast.Constant))
+
+
+def test_collecting_the_tests_imports_nothing_that_takes_seconds(tmp_path: Path) -> None:
+    """Every worker collects all tests: one such line took half of the time of that."""
+    slow = [
+        f"{path.relative_to(ROOT)} imports {name} when it is loaded; import it inside its tests"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in imported_at_once(path)
+        if any(name == slow or name.startswith(f"{slow}.") for slow in SLOW_TO_IMPORT)
+    ]
+    assert slow == []
+    seen = tmp_path / "test_x.py"
+    seen.write_text('import pytest\nx = pytest.importorskip("megatron.core")\nif x:\n    import datasets\n')
+    assert list(imported_at_once(seen)) == ["pytest", "megatron.core", "datasets"]

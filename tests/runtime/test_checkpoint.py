@@ -267,7 +267,7 @@ def _saving(folder: Path, step: int, background: bool = True):
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     gate = threading.Event()
     write = checkpoint._write_layers
-    monkeypatch.setattr(checkpoint, "_write_layers", lambda *a: (gate.wait(20), write(*a))[1])
+    monkeypatch.setattr(checkpoint, "_write_layers", lambda *a: (gate.wait(PATIENCE_S), write(*a))[1])
     pipe, saving = _saving(tmp_path, 1)
     before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     assert saving.state() == Saving.WRITING and not checkpoints(tmp_path)

@@ -179,7 +179,8 @@ def _seeded_rows(world, rows):
 # -- when something breaks ------------------------------------------------------------------------------
 
 
-HANG_TIMEOUT_S = 5.0
+HANG_TIMEOUT_S = 10.0
+"""Waited out, and longer than a busy machine takes for a step of this size."""
 
 
 def steps_until(world, behaviour):
@@ -237,7 +238,7 @@ def test_hung_rank_is_named_with_its_pending_op():
     assert worked, result
     name, text, seconds = result
     assert name == "PeerError"
-    assert "within 5 s" in text
+    assert f"within {HANG_TIMEOUT_S:g} s" in text
     assert "input gradient of 1B1 (micro-batch 1) from rank 1" in text
     assert "rank 1: runs 1F1" in text
     assert seconds >= HANG_TIMEOUT_S

@@ -12,7 +12,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.pair_rehearsal import pairs_rehearsal_plan, pairs_rehearsed, slowed
-from octopipe.runtime.measure.trial import rehearsal_plan
+from octopipe.runtime.measure.rehearsal import rehearsal_plan
 from octopipe.simulation.contention import predict
 
 PARTS = (("compute", 0.5), ("exchange", 0.3), ("compute", 0.2))

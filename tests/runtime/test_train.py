@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import PATIENCE_S
+from ranks import PATIENCE_S, free_port
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
@@ -315,15 +314,13 @@ def _as_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
 
 def under_torchrun(folder: Path, *words: str) -> tuple[str, str]:
     """What both ranks of a command print, in processes that look as if torchrun had started them."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+    port = free_port()
     context = launch.warm_up()
     ranks = [context.Process(target=_as_rank, args=(r, port, folder, list(words))) for r in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(PATIENCE_S)
     launch.stop(ranks)
     said = [(folder / f"err{r}").read_text() for r in range(2)]
     assert [p.exitcode for p in ranks] == [0, 0], said

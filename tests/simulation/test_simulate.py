@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plans import random_costs, random_plan
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.systems import build_plan
@@ -200,3 +201,22 @@ def test_tied_weights_count_once_where_one_rank_holds_both() -> None:
     assert [m.static_bytes for m in simulate(apart, costs).memory] == [6.0, 7.0]
     around = build_plan("zb-v", costs, 2, 2)  # first and last stage on rank 0
     assert [m.static_bytes for m in simulate(around, costs).memory] == [7.0, 2.0]
+
+
+@pytest.mark.parametrize(("system", "summed"), [("1f1b", True), ("zb-v", False)])
+def test_tied_weights_on_two_ranks_are_summed_after_the_pipeline(system: str, summed: bool) -> None:
+    """ZB-V holds the embedding and the head on one rank, 1F1B on the first and on the last."""
+    link = Link(latency_ms=0.1, ms_per_byte=1e-3)
+    costs = CostTable.uniform(num_layers=8).replace(
+        static_bytes=np.full(8, 100.0),
+        gradient_bytes=np.full(8, 50.0),
+        tied_bytes=100.0,
+        network=Network(intra=link, inter=link),
+    )
+    timeline = simulate(build_plan(system, costs, 4, 4), costs)
+    reductions = [extra for extra in timeline.extras if extra.name.startswith("reduce")]
+    assert [extra.rank for extra in reductions] == ([0, 3] if summed else [])
+    took = 2 * 0.1 + 50.0 * 1e-3 if summed else 0.0
+    assert timeline.step_ms == pytest.approx(timeline.makespan_ms + took)
+    apart = simulate(build_plan(system, costs, 4, 4), costs.replace(tied_bytes=0.0))
+    assert apart.step_ms == apart.makespan_ms == timeline.makespan_ms

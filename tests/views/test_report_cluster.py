@@ -238,6 +238,7 @@ def test_an_answer_downloaded_in_a_browser_opens_with_the_same_panel(
     panels, files = [], [tmp_path / "first.json", tmp_path / "second.json"]
     for number, path in enumerate(files):
         view = browser.new_page()
+        view.set_default_timeout(1e3 * PATIENCE_S)
         view.goto(f"http://{host}:{port}/plan")
         if number == 0:
             view.click("#go")

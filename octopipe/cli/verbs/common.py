@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.table import CostTable
 
+PROFILED = ("images", "encoder_seq", "frozen")
+"""Flags of `octopipe profile` about what an encoder reads and what is trained."""
 DOES_NOT_FIT = 3
 """Exit code of a verb whose answer is a plan that does not fit in memory."""
 
@@ -74,9 +76,14 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
         raise OctoPipeError(f"--imbalance changes nothing for {model}: {idle}; leave it out")
     for name in of_a_model():
         if name != "imbalance" and getattr(args, name, None) is not None:
+            mend = "leave it out"
+            if name in PROFILED and "J" in table.symbols:
+                mend = (
+                    f"measure with it (octopipe profile {flag_of(name)} ...), or give the model's config.json or preset"
+                    + (", which prices the images of every sequence" if name == "images" else "")
+                )
             raise OctoPipeError(
-                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be "
-                f"recomputed; leave it out"
+                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be recomputed; {mend}"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1

@@ -50,7 +50,7 @@ def model_of(
         require(kernels, device, WORDS)
         attention, liger = choice(kernels)
         about = CONFIGS.get(name)
-        return describe(
+        found = describe(
             name if about is None else about[1],
             num_layers=num_layers,
             attention=attention,
@@ -60,6 +60,9 @@ def model_of(
             seq=seq,
             name=name if about is not None else "",
         )
+        if found.untrained_predictions:
+            _tell_untrained(name, found.untrained_predictions, f"transformers' {found.class_name} has none in training")
+        return found
     if images or encoder_seq is not None:
         raise OctoPipeError(f"{name} has no tower and no encoder; leave --images and --encoder-seq out")
     if own and name in PRESETS:
@@ -71,11 +74,22 @@ def model_of(
         raise OctoPipeError(f"{name}: octopipe's own layers are decoders only; leave --own-layers out")
     if "liger" in kernels:
         raise OctoPipeError("--kernels liger is for transformers' models; give a config.json, or leave it out")
-    if any(isinstance(layer, Mtp) for layer in spec):
+    if count := sum(isinstance(layer, Mtp) for layer in spec):
         spec = spec.without_mtp()
+        _tell_untrained(name, count, "octopipe's own layers have none")
     if scaled or num_layers is not None:
         spec = spec.scaled(1.0 if scale is None else scale, num_layers=num_layers)
     return spec
+
+
+def _tell_untrained(name: str, count: int, why: str) -> None:
+    """What a model has and a run does not train must be said, whatever the output is for."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.cli.verbs.text import counted
+
+    layers = counted(count, "multi-token-prediction layer")
+    text = f"{name} has {layers}, and {why}: the main model alone is trained or measured"
+    console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 
 def add_encoder_arguments(group: Any, *, seq_default: str) -> None:

@@ -117,6 +117,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         optimizer=args.optimizer,
         clip=args.clip or None,
         shard_optimizer=args.shard_optimizer,
+        offload_optimizer=args.offload_optimizer or 0.0,
         precision=args.precision,
         dtype=args.dtype,
         device=args.device,
@@ -148,18 +149,23 @@ def job_from(args: argparse.Namespace) -> TrainJob:
 
 
 def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What an encoder reads and what is frozen: as the flags say, or as the plan was made for."""
+    """What an encoder reads, what is frozen and where optimizer state is: as the flags say, or as the plan was made
+    for. Returns the encoder's part; the others are set in `args`."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.cluster.item_counts import ItemCounts
     from octopipe.plans.file import load_plan
 
     setting = load_plan(args.plan).extra.get("setting") if args.plan else None
     planned = setting if isinstance(setting, dict) else {}
-    for name in ("images", "encoder_seq", "frozen"):
+    told = {
+        "frozen": "these layers are not trained",
+        "offload_optimizer": "this share of the optimizer state is kept in host memory",
+    }
+    for name in ("images", "encoder_seq", *told):
         if getattr(args, name) is None and planned.get(name) is not None:
             setattr(args, name, planned[name])
-            if name == "frozen":
-                text = f"{args.plan} was made with --frozen {planned[name]}: these layers are not trained"
+            if name in told and planned[name]:
+                text = f"{args.plan} was made with --{name.replace('_', '-')} {planned[name]}: {told[name]}"
                 console(stderr=True).print(named(text), soft_wrap=True)
     images = () if args.images is None else ItemCounts().read("--images", args.images)
     return {"images": images, "encoder_seq": args.encoder_seq}

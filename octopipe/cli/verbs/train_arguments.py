@@ -95,6 +95,15 @@ def _add_optimizer_arguments(training: Any) -> None:
         action="store_true",
         help="shard optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
     )
+    training.add_argument(
+        "--offload-optimizer",
+        type=non_negative,
+        nargs="?",
+        const=1.0,
+        metavar="SHARE",
+        help="keep this share of optimizer state and master weights in host memory and update it on the CPU; without a "
+        "number all of it (default: as in the plan, else none)",
+    )
 
 
 def _add_machine_arguments(training: Any) -> None:

@@ -203,6 +203,7 @@ def run(args: argparse.Namespace) -> int:
         output=args.output,
         target=args.target,
         contended=contended(plan, costs, args.model),
+        predicts="P" in costs.symbols,
     )
     if args.json:
         print_json(summary(told))

@@ -82,6 +82,8 @@ class Told:
     target: str = "octopipe"
     """The runtime that the plan was searched for."""
     contended: Timeline | None = None
+    predicts: bool = False
+    """Whether the plan's layers include multi-token prediction."""
 
 
 def gap_words(gap: float) -> str:
@@ -245,7 +247,13 @@ def tell(told: Told, out: Console) -> None:
         name = shlex.quote(told.output)
         out.print(f"plan written to {told.output}", markup=False)
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
-        if told.model is not None and told.target == "octopipe":
+        if told.predicts:
+            out.print(
+                "the plan counts the model's multi-token prediction, which `octopipe train` does not train: it runs in "
+                "Megatron-LM (octopipe export --to megatron); for `octopipe train`, tune a profile",
+                markup=False,
+            )
+        elif told.model is not None and told.target == "octopipe":
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
         # The text formats of other trainers know no layer on two ranks, no path that forks and no host memory.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")

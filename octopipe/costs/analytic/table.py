@@ -283,7 +283,9 @@ def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tup
     for size, items in zip(sizes, items_of_micro_batches(pricing.setup, sizes), strict=True):
         (ms, mine), (mean_ms, mean) = took(size, items), took(size, source.items)
         times.append(np.divide(ms, mean_ms, out=np.ones_like(ms), where=mean_ms > 0))
-        held.append(np.divide(mine, mean, out=np.ones_like(mine), where=mean > 0))
+        # A frozen tower holds nothing for a backward; what it hands over still grows with its items.
+        share = np.full_like(mine, items / source.items if source.items else 1.0)
+        held.append(np.divide(mine, mean, out=share, where=mean > 0))
     factor = np.maximum(np.array(times), NEARLY_NONE)
     return factor, np.maximum(1.0, (np.array(held) / factor).max(axis=0))
 

@@ -49,9 +49,13 @@ class ItemCounts(Kind):
         return tuple(out)
 
     def of_text(self, text: str) -> float | list[float] | str:
-        try:
-            numbers = [float(word) for word in text.split(",")]
-        except ValueError:
+        words = text.split(",")
+        numbers = [number for number in map(_number, words) if number is not None]
+        if len(numbers) < len(words):
+            if numbers and not os.path.lexists(text):  # a list, with something in it that is no number
+                wrong = next(word for word in words if _number(word) is None)
+                mend = "give numbers separated by commas, or a file"
+                raise OctoPipeError(f"{brief(text)}: {brief(wrong)} is not a number of items; {mend}")
             return text  # the name of a file
         return numbers[0] if len(numbers) == 1 else numbers
 
@@ -63,6 +67,13 @@ class ItemCounts(Kind):
 
     def told(self, value: tuple[float, ...]) -> list[float] | None:
         return list(value) or None
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def _numbers_in(path: Path) -> list[Any]:

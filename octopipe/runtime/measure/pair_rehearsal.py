@@ -34,7 +34,8 @@ ENOUGH = 1e-4
 
 
 def pairs_rehearsal_plan(costs: CostTable, ranks: int) -> Plan | None:
-    """1F1B with a split backward, neighbouring ops paired; None where nothing is exchanged.
+    """ZB-V with neighbouring ops paired; None where nothing is exchanged. Its ranks hardly ever wait, as those of tuned
+    plans: how much pairs slow each other down depends on how many of them run at once.
 
     Pipelines that share experts must run the same plan, and each has measured times of its own: the plan is made for
     equal layers, whatever the measured ones are.
@@ -45,7 +46,7 @@ def pairs_rehearsal_plan(costs: CostTable, ranks: int) -> Plan | None:
     equal = CostTable.uniform(num_layers=costs.num_layers)
     equal = equal.replace(segments=Segments(forward=(parts,) * costs.num_layers, input=(parts,) * costs.num_layers))
     try:
-        plan = neighbours_paired(build_plan("1f1b", equal, ranks, max(4, 2 * ranks), split_backward=True), equal)
+        plan = neighbours_paired(build_plan("zb-v", equal, ranks, max(4, 2 * ranks)), equal)
     except OctoPipeError:
         return None
     return plan if plan.pairs else None

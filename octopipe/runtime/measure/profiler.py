@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, re
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
 from octopipe.runtime.measure.routing import routing_heard
 from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
+from octopipe.runtime.measure.timing import device_of, timed_rounds, wait_all
 from octopipe.runtime.turns import exchange_ranks
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
@@ -324,77 +325,6 @@ def _prepare(
     return [ready[g] for g in every], [memory[g] for g in every], tuple(routed[g] for g in every)
 
 
-class Timed(Protocol):
-    """What can be run once, F, I and W one after the other, with a mark before, between and after them."""
-
-    def once(self, mark: Callable[[], None]) -> None: ...
-
-
-def timed_rounds(
-    ready: Sequence[Timed],
-    rounds: int,
-    ring: Sequence[int],
-    device: torch.device,
-    issued_s: list[float] | None = None,
-    progress: Rounds | None = None,
-) -> Floats:
-    """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
-    for in between; `issued_s` gets the moment at which the host had issued everything. `progress` hears of every layer
-    that has run (on a CPU: what a GPU has done is not known before the end)."""
-    marks: list[Any] = []
-    if device.type == "cuda":
-
-        def mark() -> None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append(event)
-
-    else:
-
-        def mark() -> None:
-            marks.append(time.perf_counter())
-
-    heard = progress if device.type == "cpu" else None
-    if heard is not None:
-        heard.begin()
-    for _ in range(rounds):
-        for i in ring:
-            ready[i].once(mark)
-            if heard is not None:
-                heard.done(i)
-    if issued_s is not None:
-        issued_s.append(time.perf_counter())
-    out = np.empty((rounds, len(ready), 3))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    at = 0
-    for r in range(rounds):
-        seen: list[list[list[float]]] = [[[], [], []] for _ in ready]
-        for i in ring:
-            for k in range(3):
-                a, b = marks[at + k], marks[at + k + 1]
-                seen[i][k].append(a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a))
-            at += 4
-        out[r] = [[float(np.mean(times)) for times in layer] for layer in seen]
-    return out
-
-
-def device_of(value: Any) -> torch.device:
-    leaves: list[Any] = []
-    flatten(value, leaves)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            return leaf.device
-    raise OctoPipeError("the sample holds no tensor; give one micro-batch of the first layer's input")
-
-
-def wait_all(group: dist.ProcessGroup | None) -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    if group is not None:
-        dist.barrier(group)
-
-
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
     """Every rank's measurement (collective)."""
     if group is None:
@@ -469,20 +399,20 @@ def assemble(
         partial[level] = costs.replace(
             forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
         )
-    spread = np.median([m.spread for m in ranks], axis=0)
-    return Profile(
-        costs=costs,
-        partial=partial,
-        op_overhead_ms=op_overhead_ms,
-        about={
-            "ranks": len(ranks),
-            "seconds": max(m.seconds for m in ranks),
-            "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
-            "host_share": float(max(m.host_share for m in ranks)),
-            "resident_mib": float(resident / (1 << 20)),
-            **(about or {}),
-        },
-    )
+    told = {**_about(ranks), **(about or {})}
+    return Profile(costs=costs, partial=partial, op_overhead_ms=op_overhead_ms, about=told)
+
+
+def _about(ranks: Sequence[Measured]) -> dict[str, Any]:
+    """What a profile says about its measurement, for people."""
+    spread = np.median([m.spread for m in ranks], axis=0)[np.array(ranks[0].group_of)]
+    return {
+        "ranks": len(ranks),
+        "seconds": max(m.seconds for m in ranks),
+        "spread": {kind: spread[:, k].round(4).tolist() for k, kind in enumerate(KINDS)},
+        "host_share": float(max(m.host_share for m in ranks)),
+        "resident_mib": float(max(m.resident_bytes for m in ranks) / (1 << 20)),
+    }
 
 
 def _routing(ranks: Sequence[Measured]) -> Routing | None:

@@ -31,6 +31,7 @@ from octopipe.runtime.precision import (
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.wire.messages import Leaf
+from octopipe.runtime.wire.telling import told
 from octopipe.runtime.wire.transports.cuda_ipc import IpcTransport
 from octopipe.runtime.wire.transports.lanes import CudaLane, Lane
 from octopipe.simulation.lowering import Channel, lower
@@ -245,7 +246,8 @@ def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
 
 def barrier(world: World) -> None:
     if world.control is not None:
-        dist.barrier(world.control)
+        with told():
+            dist.barrier(world.control)
 
 
 def free(device: torch.device) -> None:

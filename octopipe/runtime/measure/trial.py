@@ -12,27 +12,25 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
-from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.profile_file import Profile
-from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
-from octopipe.plans.plan import Op, Plan
+from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
 from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.pair_rehearsal import pairs_rehearsal_plan, pairs_rehearsed
 from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
+from octopipe.runtime.measure.rehearsal import rehearsal_plan, rehearsed
 from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
 from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat, Work
 from octopipe.runtime.ranks.world import World
-from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
 from octopipe.simulation.fidelity import Fidelity, compare
 from octopipe.simulation.lowering import Channel
@@ -233,105 +231,6 @@ def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes
     found = measure_overlap(world, device, once, nbytes=nbytes, transport=work.transport(world))
     free(device)
     return found if layer is not None else 1.0
-
-
-def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
-    """The plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal.
-
-    GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very end.
-    """
-    costs = profile.costs
-    if costs.exchanges:  # pipelines that share experts must run the same plan, and each has measured its own times
-        costs = CostTable.uniform(num_layers=costs.num_layers)
-    plan = build_plan("gpipe", costs, ranks, max(4, ranks), split_backward=True)
-    orders = []
-    for order in plan.orders:
-        now, later = [], []
-        for op in order:
-            fused = op.micro_batch % 2 == 1
-            if op.kind == "I" and fused:
-                now.append(Op(op.stage, "B", op.micro_batch))
-            elif op.kind == "W" and op.micro_batch % 4 == 2:
-                later.append(op)
-            elif not (op.kind == "W" and fused):
-                now.append(op)
-        orders.append((*now, *later))
-    return replace(plan, orders=tuple(orders)).check("rehearsal")
-
-
-MOST_CROWDED = 8.0
-"""The most by which transfers are taken to be slower beside exchanges than alone."""
-
-
-def rehearsed(
-    profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World, *, arrivals: bool = False
-) -> Profile:
-    """The profile corrected by measured steps of `rehearsal_plan`: ops of whole stages, fed by transfers.
-
-    One factor per op kind, measured over predicted time at work, and what passes between two ops of a rank when
-    nothing has to be waited for. Links were measured alone; where layers exchange tokens, transfers share the way with
-    them, and the timelines show by how much they are slower (`arrivals`: they have the device's own arrival times).
-    """
-    predicted = predict(plan, replace(profile, op_overhead_ms=0.0, fused_factor=1.0))
-    errors = [compare(predicted, timeline).kind_error for timeline in seen]
-    factors = {
-        kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIWB"
-    }
-    overhead = float(np.median([g for timeline in seen for g in gaps_ms(timeline)] or [0.0]))
-    crowded = _crowding(predicted, seen) if arrivals and profile.costs.segments is not None else 1.0
-    factors, overhead, crowded = world.gather((factors, max(0.0, overhead), crowded))[0]
-    apart, together = profile.costs.input_ms.sum(), profile.costs.weight_ms.sum()
-    split = (factors["I"] * apart + factors["W"] * together) / max(apart + together, 1e-9)
-
-    def scaled(costs: CostTable) -> CostTable:
-        return costs.replace(
-            forward_ms=factors["F"] * costs.forward_ms,
-            input_ms=factors["I"] * costs.input_ms,
-            weight_ms=factors["W"] * costs.weight_ms,
-            network=_slower(costs.network, crowded),
-            copy_sum=None if costs.copy_sum is None else _slower_link(costs.copy_sum, crowded),
-        )
-
-    return replace(
-        profile,
-        costs=scaled(profile.costs),
-        partial={level: scaled(table) for level, table in profile.partial.items()},
-        op_overhead_ms=overhead,
-        fused_factor=float(factors["B"] / split) if split > 0 else 1.0,
-        about={**profile.about, "rehearsal": factors, "transfers_crowded": round(crowded, 4)},
-    )
-
-
-def _crowding(predicted: Timeline, seen: Sequence[Timeline]) -> float:
-    """Measured over predicted time of a transfer, the median over all of them."""
-    alone = predicted.transfers.end_ms - predicted.transfers.start_ms
-    took = [timeline.transfers.end_ms - timeline.transfers.start_ms for timeline in seen]
-    ratios = np.concatenate([t[alone > 0] / alone[alone > 0] for t in took])
-    return float(np.clip(np.median(ratios), 1.0, MOST_CROWDED)) if ratios.size else 1.0
-
-
-def _slower(network: Network, factor: float) -> Network:
-    if factor == 1.0:
-        return network
-    return replace(
-        network,
-        intra=_slower_link(network.intra, factor),
-        inter=_slower_link(network.inter, factor),
-        pairs={pair: _slower_link(link, factor) for pair, link in network.pairs.items()},
-    )
-
-
-def _slower_link(link: Link, factor: float) -> Link:
-    return Link(latency_ms=factor * link.latency_ms, ms_per_byte=factor * link.ms_per_byte)
-
-
-def gaps_ms(timeline: Timeline) -> list[float]:
-    """Between the end of an op and the start of its rank's next one, where that one takes no transfer."""
-    s = timeline.spans
-    waits = np.zeros(s.rank.size, bool)
-    waits[timeline.transfers.consumer] = True
-    mine = np.flatnonzero((s.rank[1:] == s.rank[:-1]) & ~waits[1:])
-    return (s.start_ms[mine + 1] - s.end_ms[mine]).tolist()
 
 
 def side_by_side(

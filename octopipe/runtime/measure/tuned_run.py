@@ -16,8 +16,8 @@ import numpy as np
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.runtime.measure.rehearsal import gaps_ms
 from octopipe.runtime.measure.timed_run import TimedRun
-from octopipe.runtime.measure.trial import gaps_ms
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat
 from octopipe.runtime.ranks.world import World

@@ -19,6 +19,8 @@ from octopipe.runtime.ranks.rank_process import RankError, attributed
 
 LOOK_EVERY_S = 1.0
 """How often processes are looked at that may have been stopped."""
+EXIT_S = 10.0
+"""How long a process that has closed its pipe may take to end, before its exit code is given up."""
 
 
 class Watch:
@@ -67,10 +69,10 @@ class Watch:
             left = LOOK_EVERY_S if deadline is None else max(0.0, min(LOOK_EVERY_S, deadline - time.monotonic()))
             for pipe in wait(list(self._open), timeout=left):
                 self._hear(pipe)  # type: ignore[arg-type]
-            if self._failures and not told:
+            if self._knows_the_cause() and not told:
                 # Those who wait for the failed rank have nothing to add.
                 told, deadline = True, time.monotonic() + min(1.0, self._grace_s)
-            elif self._died and deadline is end:
+            elif (self._failures or self._died) and deadline is end:
                 deadline = time.monotonic() + self._grace_s
             elif not self._failures and not self._died:
                 self._look_at_stopped()
@@ -82,6 +84,15 @@ class Watch:
             raise self._late(sorted(self._open.values()), "finish", self._timeout_s or 0.0)
         return [self._results[rank] for rank in range(len(self._processes))]
 
+    def _knows_the_cause(self) -> bool:
+        """Whether a rank has said why it failed itself, or one has died or stands still and another has said what it
+        waited for.
+
+        A rank that failed because of another is often heard first: the other has to clean up, or to finish a file."""
+        if len(self._failures) > len(self._consequences):
+            return True
+        return bool(self._failures) and (bool(self._died) or any(map(self._stopped, self._open.values())))
+
     def _late(self, late: list[int], what: str, waited_s: float) -> RankError:
         lines = [f"rank {rank}: {self._stopped(rank) or self._line(rank) or 'no answer'}" for rank in late]
         text = f"ranks {late} did not {what} within {waited_s:g} s"
@@ -90,7 +101,7 @@ class Watch:
     def _look_at_stopped(self) -> None:
         """Give up on a rank that somebody has stopped and not continued: it cannot time out by itself.
 
-        Ranks that wait for it are given a moment more: they know what for.
+        Ranks that wait for it are given some time more: they know what for, and ask the others before they say it.
         """
         if self._hang_s is None:
             return
@@ -98,7 +109,7 @@ class Watch:
         for rank in self._open.values():
             if not self._stopped(rank):
                 self._stopped_since.pop(rank, None)
-            elif now - self._stopped_since.setdefault(rank, now) > self._hang_s + min(2.0, self._grace_s):
+            elif now - self._stopped_since.setdefault(rank, now) > self._hang_s + self._grace_s:
                 raise RankError(rank, f"rank {rank} {self._stopped(rank)} for {self._hang_s:g} s: {CONTINUE}")
 
     def _stopped(self, rank: int) -> str:
@@ -134,7 +145,7 @@ class Watch:
 
     def _how(self, rank: int) -> str:
         process = self._processes[rank]
-        process.join(timeout=2.0)
+        process.join(timeout=EXIT_S)
         code = process.exitcode
         if code is not None and code < 0:
             when = "" if rank in self._ready else " while it started"

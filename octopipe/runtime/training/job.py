@@ -70,6 +70,8 @@ class TrainJob:
     clip: float | None = 1.0
     shard_optimizer: bool = False
     """Whether data-parallel pipelines divide optimizer state and master weights among themselves (ZeRO-1)."""
+    offload_optimizer: float = 0.0
+    """Share of optimizer state and master weights that is kept in host memory and updated by the CPU."""
     precision: str | None = None
     """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
     else bf16-main-fp32 there and fp32 on a CPU."""
@@ -179,14 +181,7 @@ class TrainJob:
                     f"use --nproc {self.plan.num_ranks * self.dp}"
                 )
             if self.plan.num_layers != self.spec.num_layers:
-                raise OctoPipeError(
-                    f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
-                    + (
-                        "plan its own layers: octopipe profile, then tune the profile"
-                        if hasattr(self.spec, "class_name")
-                        else "train the plan's own model (--scale and --layers as it was planned)"
-                    )
-                )
+                raise OctoPipeError(self._other_layers(self.plan))
             if self.micro_batches not in (None, self.plan.num_micro_batches):
                 raise OctoPipeError(
                     f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
@@ -205,6 +200,19 @@ class TrainJob:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    def _other_layers(self, plan: Plan) -> str:
+        """What differs between the layers of the plan and those of the run, and what to do."""
+        words = f"the plan has {plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
+        predicts = getattr(self.spec, "untrained_predictions", 0)
+        if predicts and plan.num_layers == self.spec.num_layers + predicts:
+            return (
+                f"{words}the plan counts its multi-token prediction ({predicts}), which this run does not train; plan "
+                "without it (set num_nextn_predict_layers to 0 in a copy of the config), or plan a profile"
+            )
+        if hasattr(self.spec, "class_name"):
+            return f"{words}plan its own layers: octopipe profile, then tune the profile"
+        return f"{words}train the plan's own model (--scale and --layers as it was planned)"
 
     @property
     def inputs(self) -> InputForm | None:
@@ -225,6 +233,13 @@ class TrainJob:
             raise OctoPipeError(
                 f"weight decay {self.weight_decay}, betas {self.betas}, eps {self.eps}; give a decay from 0 on, betas "
                 "from 0 to below 1 and an eps above 0"
+            )
+        if not 0 <= self.offload_optimizer <= 1:
+            raise OctoPipeError(f"--offload-optimizer is {self.offload_optimizer:g}; give a share from 0 to 1")
+        if self.offload_optimizer and self.mode.precision == "bf16":
+            raise OctoPipeError(
+                "--offload-optimizer keeps float32 master weights in host memory, and --precision bf16 has none; use "
+                "--precision bf16-main-fp32"
             )
         if self.eval_data is None and (self.eval_every or self.eval_samples):
             raise OctoPipeError("evaluation needs held-out data; add --eval-data")

@@ -28,14 +28,40 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Values an optimizer keeps per parameter."""
 
 
-def bytes_per_parameter(job: TrainJob) -> float:
-    """Weight, gradient and optimizer state, as the run's precision keeps them."""
+def state_bytes_per_parameter(job: TrainJob) -> float:
+    """Moments and master weight of one parameter, wherever they are."""
     shards = job.dp if job.shard_optimizer else 1
-    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards)
+    bare = job.mode.bytes_per_parameter(state_factor=0)
+    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards) - bare
+
+
+def bytes_per_parameter(job: TrainJob) -> float:
+    """Weight, gradient and the optimizer state that is beside them, as the run's precision keeps them."""
+    here = (1.0 - job.offload_optimizer) * state_bytes_per_parameter(job)
+    return job.mode.bytes_per_parameter(state_factor=0) + here
+
+
+def host_bytes_per_parameter(job: TrainJob) -> float:
+    """What a run with optimizer state in host memory keeps there: the state, the tensor that is updated, and the buffer
+    through which gradients come."""
+    width = 8.0 if job.mode.precision == "fp64" else 4.0
+    copies = width if job.mode.precision == "bf16-main-fp32" else 2 * width  # there, the state includes the master
+    shards = job.dp if job.shard_optimizer else 1
+    return job.offload_optimizer * (state_bytes_per_parameter(job) + copies / shards)
+
+
+def host_bytes(job: TrainJob, plan: Plan) -> list[float]:
+    """What the optimizer state of every rank of one pipeline takes of its host's memory."""
+    counts = layer_parameters(job.spec)
+    out = []
+    for rank in range(plan.num_ranks):
+        layers = {k for s in plan.stages if s.rank == rank for k in range(s.first, s.stop)} - set(job.frozen)
+        out.append(host_bytes_per_parameter(job) * sum(counts[k] for k in layers))
+    return out
 
 
 def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -> list[float]:
-    """What every rank of one pipeline holds at its fullest."""
+    """What every rank of one pipeline holds at its fullest, on its device; on a CPU, all of it."""
     if profile is None:
         static = [n * bytes_per_parameter(job) for n in layer_parameters(job.spec)]
         held = layer_activations(
@@ -43,6 +69,11 @@ def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -
         )
     else:
         static, held = profile.costs.static_bytes.tolist(), profile.costs.activation_bytes.tolist()
+        if job.offload_optimizer:  # measured as if all state were on the device
+            gone = job.offload_optimizer * state_bytes_per_parameter(job)
+            counts = [0 if k in job.frozen else n for k, n in enumerate(layer_parameters(job.spec))]
+            static = [max(0.0, size - gone * count) for size, count in zip(static, counts, strict=True)]
+    beside = host_bytes(job, plan) if job.offload_optimizer and job.device == "cpu" else [0.0] * plan.num_ranks
     out = []
     for rank, order in enumerate(plan.orders):
         mine = {s: stage for s, stage in enumerate(plan.stages) if stage.rank == rank}
@@ -55,7 +86,7 @@ def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -
                 most = max(most, now)
             elif op.kind in ("I", "B"):
                 now -= size[op.stage]
-        out.append(PROCESS_BYTES + sum(static[k] for k in layers) + most)
+        out.append(PROCESS_BYTES + sum(static[k] for k in layers) + most + beside[rank])
     return out
 
 
@@ -85,7 +116,8 @@ def check_host(job: TrainJob) -> None:
 def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequence[Mapping[str, Any]]) -> str:
     """With the plan that runs: one line about the first place that is too small, or "".
 
-    `seats`: of every rank of the run its `pp_rank`, the `place` whose memory it uses, and what is `free` there.
+    `seats`: of every rank of the run its `pp_rank`, the `place` whose memory it uses, and what is `free` there; and its
+    `host` and what is `host_free`, for optimizer state that is kept there.
     """
     if not job.memory_check:
         return ""
@@ -96,6 +128,20 @@ def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequ
     for seat in seats:
         if seat["free"] is not None and needed[seat["place"]] > seat["free"]:
             return _line(job, seat["place"], needed[seat["place"]], seat["free"], each)
+    return _host_line(job, plan, seats) if job.offload_optimizer and job.device != "cpu" else ""
+
+
+def _host_line(job: TrainJob, plan: Plan, seats: Sequence[Mapping[str, Any]]) -> str:
+    """The first host that cannot keep the optimizer state of the GPUs of its ranks, or ""."""
+    each = host_bytes(job, plan)
+    for host, free in {seat["host"]: seat["host_free"] for seat in seats}.items():
+        needed = sum(each[seat["pp_rank"]] for seat in seats if seat["host"] == host)
+        if free is not None and needed > free:
+            return (
+                f"{job.spec.name} {UNFIT}: --offload-optimizer {job.offload_optimizer:g} needs {needed / GIB:.1f} GiB "
+                f"of the memory of {host}, {free / GIB:.1f} GiB are free; keep a smaller share there, use more ranks "
+                "on other machines, or --no-memory-check"
+            )
     return ""
 
 

@@ -109,7 +109,8 @@ def check_memory(
         place, free = f"{host}'s GPU {device.index}", float(torch.cuda.mem_get_info(device)[0])
     else:
         place, free = f"{host}", free_host_bytes()
-    seats = everyone.gather({"pp_rank": seat.rank % job.pp, "place": place, "free": free})
+    mine = {"pp_rank": seat.rank % job.pp, "place": place, "free": free, "host": host, "host_free": free_host_bytes()}
+    seats = everyone.gather(mine)
     if text := check_places(job, plan, profile, seats):
         raise DoesNotFitError(text)
 
@@ -213,12 +214,12 @@ def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
     trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
     flags = {name: decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()}
-    if has_main_gradients(job.mode.precision) or job.shard_optimizer:
+    if has_main_gradients(job.mode.precision) or job.shard_optimizer or job.offload_optimizer:
 
         def make(updated: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
             return _plain_optimizer(job, updated, [flags.get(p.layer_name, False) for p in updated])  # type: ignore[attr-defined]
 
-        return MixedPrecisionOptimizer(make, pipe, shard=job.shard_optimizer)
+        return MixedPrecisionOptimizer(make, pipe, shard=job.shard_optimizer, host=job.offload_optimizer)
     return _plain_optimizer(job, list(trained.values()), list(flags.values()))
 
 

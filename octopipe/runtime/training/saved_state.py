@@ -199,18 +199,30 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
     """Give a parameter the state it had; where it had none, it has none. Another replica's share is left out."""
-    if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.owns(parameter):  # type: ignore[arg-type]
-        return
+    place = parameter.device
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        if not optimizer.owns(parameter):  # type: ignore[arg-type]
+            return
+        place = optimizer.place_of(parameter)  # type: ignore[arg-type]
 
     def moved(key: str, value: Tensor) -> Tensor:
-        # Optimizers keep their step count on the host unless they are capturable.
-        stays = key == "step" and value.ndim == 0
-        return value.clone() if stays else value.to(parameter.device, copy=True)
+        # Optimizers keep their step count on the host unless they are capturable or fused.
+        stays = key == "step" and value.ndim == 0 and not _counts_on_device(optimizer, parameter)
+        return value.clone() if stays else value.to(place, copy=True)
 
     if kept:
         optimizer.state[parameter] = _mapped(kept, moved)
     else:
         optimizer.state.pop(parameter, None)
+
+
+def _counts_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the kernels that update a parameter read its step count from where the parameter is."""
+    flags = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
+    if len(set(flags)) < 2:
+        return any(flags)
+    groups = zip(flags, optimizer.param_groups, strict=True)
+    return any(flag and any(_own_id(optimizer, p) == id(parameter) for p in group["params"]) for flag, group in groups)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,7 +6,7 @@ that writes the layer. Does not know: files. A checkpoint always contains whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.stages.shards import rows_of_shard
+from octopipe.runtime.wire.telling import told
 
 
 def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -23,6 +24,13 @@ def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Ite
     if not cut:
         return contents
     mine = {content["layer"]: content for content in contents}
+    with told(pipe.timeout_s):
+        return _made_whole(pipe, cut, mine)
+
+
+def _made_whole(
+    pipe: Pipeline, cut: Mapping[int, Sequence[int]], mine: dict[int, dict[str, Any]]
+) -> list[dict[str, Any]]:
     for k, ranks in sorted(cut.items()):
         if k not in mine:
             continue

@@ -111,7 +111,7 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
             backend=backend(job),
             environment=environment,
             threads=job.threads,
-            grace_s=min(job.timeout_s, 5.0) + 3.0,
+            grace_s=min(job.timeout_s, 12.0) + 3.0,
             group_timeout_s=_patience_s(job),
             start_s=job.timeout_s + LOADING_S,
             hang_s=job.timeout_s,

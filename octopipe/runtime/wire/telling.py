@@ -25,6 +25,10 @@ _OF_PEERS = ("gloo/", "connectfullmesh", "tcpstore", "c10d")
 _moment: ContextVar[str] = ContextVar("moment", default="while ranks agreed on what to run")
 
 
+class WireError(RuntimeError):
+    """A wait of our own (for a mailbox, a ring) that ended because the peer is gone or time is up, as gloo's do."""
+
+
 class PeerError(OctoPipeError):
     """Another rank did not answer: whoever hears of it should look for the first one that failed."""
 
@@ -117,7 +121,7 @@ def told(timeout_s: float | None = None) -> Iterator[None]:
 def peer_words(error: BaseException, timeout_s: float | None = None) -> str | None:
     """What an error of torch.distributed says about another rank; None where it is of another kind."""
     text = " ".join(str(error).split()).lower()
-    ours = isinstance(error, dist.DistError) or any(word in text for word in _OF_PEERS)
+    ours = isinstance(error, dist.DistError | WireError) or any(word in text for word in _OF_PEERS)
     if not isinstance(error, RuntimeError) or not ours:
         return None
     if "timed out" in text or "timeout" in text:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.fields import ranges_text
-from octopipe.models.spec import ModelSpec
+from octopipe.models.spec import ModelSpec, Mtp
 from octopipe.search.planner.megatron_line import megatron_line
 from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
@@ -81,6 +81,11 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
             f"`octopipe train` holds weights, gradients and state whole on every replica, and this split counts on "
             f"ZeRO-{split.zero}; plan with --for octopipe"
         )
+    if any(isinstance(layer, Mtp) for layer in spec.layers):
+        raise OctoPipeError(
+            "`octopipe train` trains no multi-token prediction, and this split counts on it; plan a config without "
+            "num_nextn_predict_layers"
+        )
     if setup.recompute != "none":
         raise OctoPipeError(
             f"`octopipe train` recomputes what a plan's R ops say, and this split counts on {recomputed(candidate)}; "
@@ -88,6 +93,7 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
         )
     file = needs_file(plan_file)
     words = f"{torchrun(candidate)} -m octopipe train {shlex.quote(model)} --plan {file} --dp {split.dp}"
+    words += f" --offload-optimizer {setup.offload_optimizer:g}" if setup.offload_optimizer else ""
     return f"{words} --seq {setup.seq} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
 
 

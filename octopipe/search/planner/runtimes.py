@@ -133,6 +133,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero_with_pipeline=(0,),
             most={"tp": 1, "cp": 1, "ep": 1, "etp": 1, "hsdp": 1},
             trains=("frozen",),
+            offloads=("optimizer",),
             recomputes_by_ops=True,
         ),
         # Every split that at least one of the others runs.

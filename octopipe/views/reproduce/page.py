@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import write_whole
@@ -73,11 +74,25 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
         write_whole(path if not name else folder / name, data)
     rows = {f.part.name: [row.as_dict() for row in f.result.rows] for f in finished}
     drawn = {f.part.name: sorted(f.result.pictures) for f in finished}
-    write_json(folder / ROWS, {"format": "octopipe.reproduction-rows/1", "parts": rows, "pictures": drawn})
+    record = {"format": "octopipe.reproduction-rows/1", "parts": rows, "pictures": drawn}
+    write_json(folder / ROWS, rounded(record))
     if complete:
         shelf.any_code = True
         keys = {key for f in finished for key in f.plans}
         write_kept(folder / PLANS, {key: plan for key in keys if (plan := shelf.get(key, "")) is not None})
+
+
+def rounded(value: Any) -> Any:
+    """The value with 12 significant digits of every number: processors differ in the last ones, pages must not.
+
+    >>> rounded({"ms": [1.1489007392538901, 1.1489007392538904], "rounds": 7})
+    {'ms': [1.14890073925, 1.14890073925], 'rounds': 7}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def page_of_rows(path: Path, options: Options, parts: Sequence[Part]) -> str:

@@ -10,7 +10,7 @@ import base64
 import json
 import lzma
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,14 @@ class Shelf:
 
 
 def write_kept(path: Path, plans: Mapping[str, Plan]) -> None:
-    """All plans in one compressed file, the same bytes for the same plans."""
-    lines = {key: plan_to_json(plan).decode() for key, plan in sorted(plans.items())}
+    """All plans in one compressed file, the same bytes for the same plans, whichever code has searched them."""
+    lines = {key: plan_to_json(_anonymous(plan)).decode() for key, plan in sorted(plans.items())}
     packed = lzma.compress(json.dumps({"format": FORMAT, "plans": lines}, sort_keys=True).encode(), preset=9)
     write_whole(path, base64.b85encode(packed))
+
+
+def _anonymous(plan: Plan) -> Plan:
+    return replace(plan, extra={name: value for name, value in plan.extra.items() if name != "searched_by"})
 
 
 def read_kept(path: Path) -> dict[str, Plan]:

@@ -21,6 +21,7 @@ from octopipe.runtime.ranks.world import World, wire
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.wire.buffers import BufferPool, Lent
 from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, padded
+from octopipe.runtime.wire.telling import peer_words
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 from octopipe.runtime.wire.transports.mail import BODIES_BYTES, Box, Mail
 
@@ -234,6 +235,9 @@ def in_a_row(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def reason(error: RuntimeError) -> str:
     """Why a transfer failed, in a few words."""
     text = " ".join(str(error).split())
-    if "imed out" in text or "timeout" in text.lower():
+    small = text.lower()
+    if "timed out" in small or "timeout" in small:
         return "timed out"
-    return "the peer is gone" if "closed" in text or "reset" in text.lower() else text[:160]
+    # gloo has many words for it: closed, reset, a broken pipe, a transport that is gone.
+    gone = peer_words(error) is not None or "closed" in small or "reset" in small
+    return "the peer is gone" if gone else text[:160]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octopipe.runtime.wire.driver import Driver
 from octopipe.runtime.wire.fence import fence
+from octopipe.runtime.wire.telling import WireError
 
 
 class Lane(ABC):
@@ -72,7 +73,7 @@ class _Done:
 
     def wait(self, timeout: timedelta) -> None:
         if not self._event.wait(timeout.total_seconds()):
-            raise RuntimeError("timed out")
+            raise WireError("timed out")
 
 
 class HostLane(Lane):

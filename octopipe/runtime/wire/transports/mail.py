@@ -37,7 +37,7 @@ from typing import Any
 from octopipe.runtime.ranks.world import Group
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.wire.fence import fence
-from octopipe.runtime.wire.telling import gather_values
+from octopipe.runtime.wire.telling import WireError, gather_values
 from octopipe.runtime.wire.transports.shared import Address, forget, make_shared, open_shared
 
 LINE = 64
@@ -258,18 +258,18 @@ class Box:
             if slept and words[at + SENT] == seen:
                 # Nobody woke us: a good moment to look around. What is sent before the end still counts.
                 if self._shelf.gone() and words[at + SENT] == seen:
-                    raise RuntimeError("connection closed by peer")
+                    raise WireError("connection closed by peer")
                 if time.monotonic() > end:
-                    raise RuntimeError("timed out")
+                    raise WireError("timed out")
             elif words[0] and words[at + SENT] == seen:
-                raise RuntimeError("connection closed by peer")
+                raise WireError("connection closed by peer")
 
     def _until_taken(self) -> None:
         """The receiver is a whole step behind: only where nothing answers, as in evaluation, do senders get so far."""
         end = time.monotonic() + self._timeout_s
         while self._words[self._at + TAKEN] != self.number:
             if time.monotonic() > end:
-                raise RuntimeError("timed out")
+                raise WireError("timed out")
             time.sleep(1e-4)
 
 

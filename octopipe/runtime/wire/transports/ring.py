@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octopipe.runtime.wire.telling import WireError
 from octopipe.runtime.wire.transports.lanes import Lane
 from octopipe.runtime.wire.transports.mail import LOOK_EVERY_S
 
@@ -83,9 +84,9 @@ def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[],
         if now > look:
             look = now + LOOK_EVERY_S
             if lost():
-                raise RuntimeError("connection closed by peer")
+                raise WireError("connection closed by peer")
         if now > end:
-            raise RuntimeError("timed out")
+            raise WireError("timed out")
 
 
 class _RingEnd:
