@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.nn.functional import all_to_all_single  # noqa: E402
 
 from octopipe.cli import main  # noqa: E402
 from octopipe.costs.profile_file import load_profile  # noqa: E402
@@ -71,7 +72,7 @@ def test_a_profile_holds_the_routing_of_each_kind_of_layer() -> None:
     torch.manual_seed(3)
     made = {"device": torch.device("cpu"), "dtype": torch.float32}
     kinds = [spec.Moe(hidden=16, ffn=8, experts=e, top_k=2) for e in (4, 6)]
-    layers = [nn.Linear(16, 16), *(Moe(kind, 1e-5, made) for kind in (*kinds, kinds[0]))]
+    layers: list[Any] = [nn.Linear(16, 16), *(Moe(kind, 1e-5, made) for kind in (*kinds, kinds[0]))]
     for layer in layers:
         for p in layer.parameters():
             nn.init.normal_(p, std=0.3)
@@ -97,8 +98,8 @@ class Exchanging(nn.Module):
 
     def forward(self, x: Any) -> Any:
         self.gate(x).topk(2)
-        there = dist.nn.functional.all_to_all_single(torch.empty_like(x), x)
-        return dist.nn.functional.all_to_all_single(torch.empty_like(x), there * self.gate.weight.sum())
+        there = all_to_all_single(torch.empty_like(x), x)
+        return all_to_all_single(torch.empty_like(x), there * self.gate.weight.sum())
 
 
 def measure_exchanging(world: Any) -> Any:
