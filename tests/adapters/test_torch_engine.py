@@ -6,6 +6,7 @@ import random
 import warnings
 
 import pytest
+from effort import draws
 
 torch = pytest.importorskip("torch")
 
@@ -154,7 +155,7 @@ def refused(world, plan, what):
 # -- equal to our executor and to one process ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 20), (3, 15), (4, 15)])
+@pytest.mark.parametrize(("size", "count"), [(2, draws(20)), (3, draws(15)), (4, draws(15))])
 def test_random_plans_equal_our_executor_and_one_process(size, count):
     kinds = ("plain", "moe", "tied", "frozen", "pair")
     jobs = [(kinds[k % len(kinds)], plan) for k, plan in enumerate(_plans(size, count, seed=size))]

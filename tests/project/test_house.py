@@ -51,10 +51,17 @@ def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _runtime_nodes(node)
 
 
+@cache
+def text_and_tree(path: Path) -> tuple[str, ast.Module]:
+    """A module as it is written and as it is parsed: parsing all of them takes seconds."""
+    text = path.read_text()
+    return text, ast.parse(text)
+
+
 def imports_of(path: Path) -> set[str]:
     """Modules of ours and other packages that a module imports, at its top or inside functions."""
     found = set()
-    for node in _runtime_nodes(ast.parse(path.read_text())):
+    for node in _runtime_nodes(text_and_tree(path)[1]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -120,10 +127,10 @@ def test_the_top_level_stays_small() -> None:
 def test_no_module_and_no_function_is_too_long_to_read_at_once() -> None:
     long = []
     for name, path in MODULES.items():
-        text = path.read_text()
+        text, tree = text_and_tree(path)
         if (lines := text.count("\n")) > LONGEST_MODULE:
             long.append(f"{name} has {lines} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree):
             if (
                 isinstance(node, ast.FunctionDef)
                 and (size := 1 + (node.end_lineno or 0) - node.lineno) > LONGEST_FUNCTION
@@ -137,13 +144,11 @@ def test_torch_is_imported_only_where_training_happens() -> None:
         str(path.relative_to(PACKAGE))
         for name, path in MODULES.items()
         if name.split(".")[-1 if name == "octopipe" else 1] not in TORCH_ROOMS
-        and any(n.split(".")[0] == "torch" for n in imports_of(path))
+        and any(n.split(".")[0] == "torch" for n in needs_of_all()[name])
     ]
     assert wrong == []
 
 
 def test_every_module_says_what_it_knows() -> None:
-    silent = [
-        str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if not ast.get_docstring(ast.parse(p.read_text()))
-    ]
+    silent = [str(p.relative_to(PACKAGE)) for p in MODULES.values() if not ast.get_docstring(text_and_tree(p)[1])]
     assert silent == []

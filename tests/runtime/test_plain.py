@@ -188,9 +188,11 @@ def test_nothing_in_the_package_unpickles() -> None:
     """
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "layer_file.py":
+        text = path.read_text()
+        # Parsing every module takes seconds: only those that have one of the words that are looked for.
+        if path.name == "layer_file.py" or not any(word in text for word in ("pickle", "dill", "_object", "load")):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
                 wrong += [f"{path.name}: {n}" for n in names if n.split(".")[0] in ("pickle", "dill", "cloudpickle")]

@@ -332,6 +332,7 @@ def test_under_torchrun_the_command_joins_instead_of_spawning(tmp_path: Path) ->
     assert json.loads(first)["num_ranks"] == 2 and second == ""
 
 
+@pytest.mark.slow  # test_examples.py runs the script, and the test above a command under torchrun
 def test_the_example_script_trains_under_torchrun(tmp_path: Path) -> None:
     first, second = under_torchrun(tmp_path, str(ROOT / "examples" / "train_script.py"))
     losses = [float(line.split()[-1]) for line in first.splitlines()]

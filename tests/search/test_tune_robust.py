@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import some
 
 from octopipe.costs.table import CostTable
 from octopipe.search.systems import build_plan
@@ -70,7 +71,7 @@ def test_without_jitter_the_mean_is_the_step_time(extras: bool) -> None:
     assert mean_of(p, np.ones((2, 2, 4, 10, 6))) == pytest.approx(p.best_ms)
 
 
-@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("extras", some([False, True]))
 def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_comes_to(extras: bool) -> None:
     costs, sigma = uneven(), 0.3
     if extras:

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from brute_force import least_ms
+from effort import some
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
@@ -46,7 +47,7 @@ def limited(seed: int) -> tuple[CostTable, int, int]:
     return costs.replace(rank_memory_bytes=(need * float(lot.uniform(0.7, 1.6)),)), ranks, micro_batches
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some(range(8), 3))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: bool) -> None:
     costs, ranks, micro_batches = limited(seed)
@@ -60,7 +61,7 @@ def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: b
         assert bound.ms <= found.step_ms * (1 + 1e-9), bound
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some(range(12), 6))
 def test_no_published_plan_with_single_copies_is_below_any_bound(seed: int) -> None:
     costs, ranks, micro_batches = limited(100 + seed)
     proven = bounds(costs, ranks, micro_batches)
@@ -147,7 +148,7 @@ def test_a_wider_class_never_has_a_higher_bound() -> None:
             assert work_bound_ms(costs, ranks, micro_batches) <= copied <= single * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some(range(12), 6))
 def test_no_published_plan_with_copies_is_below_the_bound_with_copies(seed: int) -> None:
     costs, ranks, micro_batches = limited(200 + seed)
     costs = costs.replace(rank_memory_bytes=tuple(3 * b for b in costs.rank_memory_bytes))
