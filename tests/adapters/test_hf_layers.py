@@ -80,11 +80,20 @@ class Remembers(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def test_a_head_gets_what_it_takes_beside_the_last_layers_output() -> None:
+class Counts(transformers.LlamaForCausalLM):
+    """Its head takes the tokens themselves beside the last layer's output."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **more: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **more).last_hidden_state) + input_ids[..., None]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+
+@pytest.mark.parametrize("kind", [Remembers, Counts])
+def test_a_head_gets_what_it_takes_beside_the_last_layers_output(kind: Any) -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
     )
-    model = Remembers(config).double()
+    model = kind(config).double()
     ids = torch.arange(12).view(2, 6)
     value: Any = {"input_ids": ids}
     for part in layers(model):
