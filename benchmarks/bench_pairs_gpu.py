@@ -353,7 +353,6 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
                 for k in (
                     "rehearsal",
                     "transfers_crowded",
-                    "pairs_slowed",
                     "host_share",
                     "overlap_slowdown",
                     "total_seconds",

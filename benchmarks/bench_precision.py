@@ -1,6 +1,7 @@
 """Mixed precision and our layers' kernels on one GPU, in one process:
 
     python benchmarks/bench_precision.py --device cuda --out results.jsonl
+    python benchmarks/bench_precision.py --phases losses --precisions bf16-main-fp32,fp8 --scale 0.5
 
 Phases (`--phases check,layers,losses`):
   check    flash attention with windows and sinks, float32 weight products, the delta rule and the fused loss on the
@@ -27,7 +28,7 @@ from torch import Tensor
 
 MODELS = {"gpt-oss-20b": 4, "gemma-3-27b": 9, "qwen3-next-80b": 6, "nemotron-h-8b": 12, "llama3-8b": 4}
 """Presets with the number of layers that holds every kind of them."""
-PRECISIONS = ("fp32", "bf16-main-fp32", "autocast-bf16", "bf16")
+PRECISIONS = ("fp32", "bf16-main-fp32", "fp8", "autocast-bf16", "bf16")
 
 
 def apart(got: Tensor, want: Tensor) -> float:
@@ -127,17 +128,22 @@ def layers(device: str, small: bool, tokens: int, tell: Callable[[dict[str, Any]
             torch.cuda.empty_cache()
 
 
-def losses(device: str, small: bool, steps: int, tell: Callable[[dict[str, Any]], None]) -> None:
+def losses(
+    device: str, small: bool, steps: int, tell: Callable[[dict[str, Any]], None], scale: float, which: list[str]
+) -> None:
     from octopipe.models.zoo import preset
     from octopipe.runtime.ranks import launch
     from octopipe.runtime.training.job import TrainJob
     from octopipe.runtime.training.train import train_rank
 
-    spec = preset("llama3-8b").scaled(0.01 if small else 0.125, num_layers=6)
-    for precision in PRECISIONS:
+    spec = preset("llama3-8b").scaled(0.01 if small else scale, num_layers=6)
+    for precision in which:
+        if precision == "fp8" and device == "cpu":
+            continue
+        rate = 1e-3 * min(1.0, 0.125 / scale)
         job = TrainJob(
             spec=spec, nproc=1, steps=steps, seq=32 if small else 512, micro_batches=4,
-            micro_batch_size=1 if small else 4, lr=1e-3, warmup=20, device=device, precision=precision, measure=False,
+            micro_batch_size=1 if small else 4, lr=rate, warmup=20, device=device, precision=precision, measure=False,
         )  # fmt: skip
         began = time.perf_counter()
         result = train_rank(launch.Seat(rank=0, size=1, local_rank=0, tell=lambda _: None), job)
@@ -167,6 +173,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--phases", default="check,layers,losses")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--scale", type=float, default=0.125, help="of the model of the phase losses")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="of the phase losses")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     needs_device(args.device)
@@ -185,7 +193,8 @@ def main() -> None:
         elif phase == "layers":
             layers(args.device, args.small, tokens, tell, args.models.split(","))
         else:
-            losses(args.device, args.small, 6 if args.small else args.steps, tell)
+            steps, which = 6 if args.small else args.steps, args.precisions.split(",")
+            losses(args.device, args.small, steps, tell, args.scale, which)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ know: how a precision is implemented (`runtime/precision.py`) or measured.
 
     bf16-main-fp32   bfloat16 weights and activations; gradients of all micro-batches added up in float32; the optimizer
                      updates float32 master weights. What Megatron-LM and most large runs do, and the default on a GPU.
+    fp8              the same with the products of linear layers in float8, except for weight gradients, and not of the
+                     head, routers or grouped experts; on GPUs of compute capability 8.9 or newer
     bf16             everything in bfloat16, gradients and optimizer state too
     fp32             everything in float32; the default on a CPU
     autocast-bf16    float32 weights and gradients, products in bfloat16 under torch.autocast
@@ -27,14 +29,16 @@ from octopipe.base.files import brief
 DEFAULT_GPU, DEFAULT_CPU = "bf16-main-fp32", "fp32"
 _BYTES = {
     "bf16-main-fp32": (2.0, 4.0, 4.0, 4.0),
+    "fp8": (4.0, 4.0, 4.0, 4.0),
     "bf16": (2.0, 2.0, 0.0, 2.0),
     "fp32": (4.0, 4.0, 0.0, 4.0),
     "autocast-bf16": (4.0, 4.0, 0.0, 4.0),
     "fp64": (8.0, 8.0, 0.0, 8.0),
 }
-"""Bytes per parameter: of the weight, its gradient, its master weight, and one moment of the optimizer."""
+"""Bytes per parameter: of the weight (for fp8 with its two float8 copies), its gradient, its master weight, and one
+moment of the optimizer."""
 PRECISIONS = tuple(_BYTES)
-FLOAT32_UPDATES = frozenset({"bf16-main-fp32", "fp32", "autocast-bf16"})
+FLOAT32_UPDATES = frozenset({"bf16-main-fp32", "fp8", "fp32", "autocast-bf16"})
 """Precisions whose optimizer updates float32 weights: a run may go on in another one of them."""
 OLDER_NAMES = {"float32": "fp32", "bfloat16": "bf16-main-fp32", "float64": "fp64"}
 """What `--dtype` said before there were precisions."""
@@ -92,6 +96,15 @@ def precision_of(precision: str | None, dtype: str | None, device: str, own: str
     if precision is None and device.startswith("cuda") and own in ("float32", "float64"):
         return OLDER_NAMES[own]
     return Mode(precision=precision or default_precision(device)).precision
+
+
+FLOAT8_REMEDY = "it needs an NVIDIA GPU of compute capability 8.9 or newer; use --precision bf16-main-fp32"
+
+
+def refuse_on_cpu(precision: str, device: str) -> None:
+    """Raise where a precision is asked of a CPU that it does not have."""
+    if precision == "fp8" and not device.startswith("cuda"):
+        raise OctoPipeError(f"precision fp8 on a CPU: {FLOAT8_REMEDY}")
 
 
 def mode_from_object(value: object, where: str) -> Mode | None:

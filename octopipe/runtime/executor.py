@@ -23,6 +23,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import B, F, Plan, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
+from octopipe.runtime.fp8 import scaled_linears
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
@@ -71,6 +72,7 @@ class Executor:
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
+        self._scaled = list(scaled_linears(m for c in self.chains.values() for s, _ in c.parts for m in s.modules))
         moves = any(step.moves is not None for step in program.steps)
         if moves and cuda_graphs is not None:
             raise OctoPipeError("CUDA graphs do not support plans that offload activations; leave cuda_graphs out")
@@ -112,6 +114,8 @@ class Executor:
         losses: dict[int, Tensor] = {}
         self._begin(step)
         with self._reporting(), self.ops.on_device(), nullcontext() if self._seed is None else rng_kept():
+            for linear in self._scaled:
+                linear.follow()  # before the ops, which may be graphs: these read the copies, and do not make them
             self.ops.begin_step()
             self.transport.begin_step()
             self.recorder.begin_step()

@@ -38,6 +38,7 @@ from octopipe.runtime.torch_private import foreach_copy_
 
 PARAMETER_DTYPES = {
     "bf16-main-fp32": torch.bfloat16,
+    "fp8": torch.bfloat16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "autocast-bf16": torch.float32,
@@ -55,7 +56,7 @@ def autocast_context(wanted: Autocast, device: torch.device) -> Callable[[], Abs
 
 
 def has_main_gradients(precision: str) -> bool:
-    return Mode(precision=precision).precision == "bf16-main-fp32"
+    return Mode(precision=precision).precision in ("bf16-main-fp32", "fp8")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:

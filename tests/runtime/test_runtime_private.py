@@ -189,6 +189,12 @@ def test_flash_attention_on_a_device_takes_what_it_took():
     assert names[:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"] and "window_size_left" in names
 
 
+def test_a_scaled_product_takes_two_scales_and_the_dtype_of_its_result():
+    names = [a.name for a in torch.ops.aten._scaled_mm.default._schema.arguments]
+    assert names[:4] == ["self", "mat2", "scale_a", "scale_b"] and {"out_dtype", "use_fast_accum"} <= set(names)
+    assert private.scaled_mm is torch._scaled_mm
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_pool_is_left_after_a_capture_that_broke_off():
     assert callable(torch._C._cuda_endAllocateToPool)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.fp8 import float8_copies
 from octopipe.runtime.precision import (
     LOW,
     autocast_context,
@@ -169,7 +170,7 @@ def memory_of(layer: Layer, device: torch.device) -> LayerMemory:
     boundary = float(sum(t.nbytes for t in layer.output_leaves))
     sizes = {
         "boundary_bytes": boundary,
-        "parameter_bytes": float(sum(p.nbytes for p in parameters)),
+        "parameter_bytes": float(sum(t.nbytes for t in (*parameters, *float8_copies([layer.module])))),
         "gradient_bytes": float(sum(p.numel() * gradient_dtype(p).itemsize for p in parameters if p.requires_grad)),
         "master_bytes": float(sum(4 * p.numel() for p in parameters if _has_master(layer, p))),
         "updated_bytes": float(
@@ -239,7 +240,7 @@ def resident_bytes(ready: Sequence[Layer], sample: Any, target: Any, device: tor
         flatten([layer.value, layer.output, layer.grads or []], tensors)
         for p in layer.module.parameters():
             tensors += [p, p.grad]
-        tensors += layer.module.buffers()
+        tensors += [*layer.module.buffers(), *float8_copies([layer.module])]
     own = {}
     for t in tensors:
         if isinstance(t, Tensor) and t.device.type == "cuda":

@@ -1,7 +1,7 @@
 """The rehearsal: a few steps of a plan that correct what the times of single layers do not show.
 
 Knows: the plan that is rehearsed, and how its measured steps correct a profile. Does not know: how plans run
-(`timed_run.py`), or how pairs are rehearsed (`pair_rehearsal.py`).
+(`timed_run.py`).
 """
 
 from __future__ import annotations

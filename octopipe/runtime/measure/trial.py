@@ -23,7 +23,6 @@ from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
 from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
 from octopipe.runtime.measure.one_layer import Layer
-from octopipe.runtime.measure.pair_rehearsal import pairs_rehearsal_plan, pairs_rehearsed
 from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
 from octopipe.runtime.measure.rehearsal import rehearsal_plan, rehearsed
 from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
@@ -131,10 +130,6 @@ def profile_workload(
         plan = rehearsal_plan(profile, world.size)
         seen, arrivals = _few_steps(work, plan, world, profile)
         profile = rehearsed(profile, plan, seen, world, arrivals=arrivals)
-        paired = pairs_rehearsal_plan(profile.costs, world.size)
-        if paired is not None:
-            tell("a few steps of a plan of pairs", 0.95)
-            profile = pairs_rehearsed(profile, paired, _few_steps(work, paired, world, profile)[0], world)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.mode import Mode
+from octopipe.costs.mode import Mode, refuse_on_cpu
 from octopipe.huggingface import LayerList
 from octopipe.huggingface.described import HfModel
 from octopipe.models.spec import Block, Layer, ModelSpec
+from octopipe.runtime.fp8 import compute_in_float8, require_float8
 from octopipe.runtime.nn import build_layers, cross_entropy
 from octopipe.runtime.nn.kernels import PACKAGES, Kernels, choose, installed
 from octopipe.runtime.precision import PARAMETER_DTYPES
@@ -61,6 +62,7 @@ class Workload:
         if not self.precision:
             object.__setattr__(self, "precision", DTYPES[self.dtype])
         Mode(precision=self.precision)
+        refuse_on_cpu(self.precision, self.device)
         if self.graphs and self.device == "cpu":
             raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
         if self.tokens < 1 or self.micro_batch_size < 1:
@@ -74,6 +76,8 @@ class Workload:
             raise OctoPipeError("no CUDA device here; use --device cpu")
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if self.precision == "fp8":
+            require_float8(device)
         return device
 
     def transport(self, world: World) -> str | None:
@@ -111,6 +115,8 @@ class Workload:
             layers = build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
         else:
             layers = self.spec.layers(dtype=dtype, device=device, seed=self.seed)
+        if self.precision == "fp8":
+            layers = _changed(layers, range(len(layers) - 1), compute_in_float8)  # the last one is the head
         return with_frozen(with_checkpoints(layers, self.checkpointed), self.frozen)
 
     @staticmethod

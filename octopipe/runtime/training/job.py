@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.mode import Mode, precision_of, refuse_other_graphs, refuse_other_precision
+from octopipe.costs.mode import Mode, precision_of, refuse_on_cpu, refuse_other_graphs, refuse_other_precision
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
@@ -144,7 +144,7 @@ class TrainJob:
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
-        _ = self.mode
+        refuse_on_cpu(self.mode.precision, self.device)
         if self.profile is not None:
             refuse_other_precision(self.profile.mode, self.mode.precision, "the profile")
             refuse_other_graphs(self.profile.mode, self.replays, "the profile")
