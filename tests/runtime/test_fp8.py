@@ -298,6 +298,24 @@ def test_a_profile_of_another_precision_is_refused() -> None:
     assert Mode(precision="fp8").bytes_per_parameter(state_factor=2) == 20.0
 
 
+def test_a_profile_counts_the_copies_of_weights_and_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octopipe.runtime.measure import workload
+    from octopipe.runtime.measure.one_layer import Layer, memory_of
+
+    monkeypatch.setattr(workload, "refuse_on_cpu", lambda precision, device: None)
+    work = workload.Workload(spec=spec(), tokens=8, precision="fp8")
+    device = torch.device("cpu")
+    made = [make() for make in work.layers(device)]  # type: ignore[operator]
+    assert [len(list(scaled_linears([module]))) for module in made] == [0, 2, 2, 2, 2, 0]
+    value = made[0](work.batch(device, 1)[0]).detach()
+    layer = Layer(made[2], value, None, False, work.precision)
+    weights = [m.weight.numel() for m in scaled_linears([made[2]])]
+    plain = sum(p.nbytes for p in made[2].parameters())
+    scales = 4 * len(weights)
+    assert memory_of(layer, device).parameter_bytes == plain + 2 * sum(weights) + scales
+    assert work.mode == Mode(precision="fp8")
+
+
 @needs_float8
 def test_the_products_of_a_gpu_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(3)

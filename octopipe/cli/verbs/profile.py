@@ -155,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         mode = None if profile.mode is None else profile.mode.record()
         more = {"against_analytic": {"gpu": gpu, "rows": [row.record() for row in rows]}} if rows else {}
+        if profile.costs.routing is not None:
+            more["routing"] = profile.costs.routing.record()
         print_json({"output": args.output, "model": profile.costs.model, "mode": mode, **profile.about, **more})
     else:
         _show(profile, args.output)
@@ -369,6 +371,8 @@ def _show(profile: Profile, output: str) -> None:
         if a < b:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
             out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
+    for line in () if costs.routing is None else costs.routing.words():
+        out.print(line, style="dim", soft_wrap=True)
     if "overlap_slowdown" in about:
         out.print(f"computation during a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
     out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")
