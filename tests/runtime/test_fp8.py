@@ -123,6 +123,16 @@ def test_a_bias_is_added_and_takes_its_gradient() -> None:
     assert made.bias is not None and torch.equal(made.bias.grad, torch.full((128,), 16.0, dtype=torch.bfloat16))
 
 
+def test_an_output_may_be_changed_in_place() -> None:
+    """Of three dimensions: as a view that a function made, torch would refuse that."""
+    made = linear()
+    x = torch.randn(2, 8, H).bfloat16().requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    made(x).mul_(2.0).relu_().sum().backward()
+    torch.relu(made(twin) * 2.0).sum().backward()
+    assert x.grad is not None and twin.grad is not None and torch.equal(x.grad, twin.grad)
+
+
 def test_copies_follow_the_weight_at_their_addresses() -> None:
     made = linear()
     x = torch.randn(4, H).bfloat16()

@@ -219,6 +219,8 @@ def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
     from octopipe.costs.cluster.item_counts import ItemCounts
 
     out: dict[str, Any] = {}
+    if args.mtp is not None:
+        out["mtp"] = args.mtp
     if args.images is not None:
         counts = ItemCounts().read("--images", args.images)
         out["images"] = sum(counts) / len(counts)
@@ -249,6 +251,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         images=() if recipe.get("images") is None else (float(recipe["images"]),),
         encoder_seq=recipe.get("encoder_seq"),
         seq=int(recipe["tokens"]),
+        mtp=None if recipe.get("mtp") is None else float(recipe["mtp"]),
     )
     with needs_torch():
         from octopipe.runtime.measure.trial import Workload
