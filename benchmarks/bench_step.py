@@ -273,6 +273,7 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         "captured": ops.captured,
         "reasons": ops.reasons,
         "copies_inside": graph_driver(device) is not None,
+        "nodes": {kind: one.graph.node_counts() for kind, one in known.items()},
         "host_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in host.items()},
         "queued_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in queued.items()},
         "moved_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in moved.items()},
@@ -300,6 +301,8 @@ def host_words(row: dict[str, Any]) -> str:
         ("moved_us", "idle device, inputs at new addresses"),
     ):
         lines.append(f"host us per op, {what}: " + ", ".join(f"{kind} {us[1]:.1f}" for kind, us in row[key].items()))
+    for kind, nodes in row["nodes"].items():
+        lines.append(f"nodes of the graph of {kind}: " + ", ".join(f"{count} {name}" for name, count in nodes.items()))
     inside = "inside the graph" if row["copies_inside"] else "before the launch"
     lines.append(f"inputs are copied {inside}; idle device inside ops {100 * row['idle_share']:.1f} %")
     return "\n".join(lines)

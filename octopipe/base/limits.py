@@ -32,6 +32,8 @@ MAX_HELD_LAYERS = 1 << 20
 MAX_FACTOR_CELLS = 1 << 24
 """Micro-batches x layers, where micro-batches differ in size."""
 MAX_GPUS = 1 << 20
+MAX_EXPERTS = 100_000
+"""Of one layer."""
 MAX_LINKS = 1 << 20
 """Links between single pairs of ranks: measured ones, or those of unequal nodes."""
 MAX_SIZE = 1 << 40
@@ -53,6 +55,7 @@ MAX_TIMELINE_BYTES = 1 << 30
 __all__ = [
     "MAX_BYTES",
     "MAX_CELLS",
+    "MAX_EXPERTS",
     "MAX_FACTOR_CELLS",
     "MAX_FILE_BYTES",
     "MAX_GPUS",

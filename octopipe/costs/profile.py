@@ -51,6 +51,19 @@ class Profile:
         }
         return replace(self, costs=costs, partial=partial)
 
+    def as_priced(self, costs: CostTable) -> Profile:
+        """The same profile around its own costs as they were priced for another routing: the times of fewer busy ranks
+        change in the same proportion."""
+        changed = {}
+        for name in TIMES.values():
+            own, asked = getattr(self.costs, name), getattr(costs, name)
+            changed[name] = np.divide(asked, own, out=np.ones_like(own), where=own > 0)
+        partial = {
+            level: table.replace(**{name: getattr(table, name) * ratio for name, ratio in changed.items()})
+            for level, table in self.partial.items()
+        }
+        return replace(self, partial=partial).with_costs(costs)
+
     def checkpointing(self, layers: Sequence[int]) -> Profile:
         """The same layers, of which these keep their input alone and run again before I."""
         if not layers:
@@ -84,6 +97,8 @@ class Profile:
         out["optimizer_ms"] = c.optimizer_ms.tolist()
         if c.exchanges:
             out["segments"] = segments_object(c)
+        if c.routing is not None:
+            out["routing"] = c.routing.record()
         if c.shard_times:
             out["shards"] = [one.record() for one in c.shard_times]
         if c.tied_bytes:

@@ -10,10 +10,12 @@ with additional measured links, rank speeds and times with fewer busy ranks. Doe
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
      "shards": [{"layer": 1, "fixed": [0.02, 0.01, 0.0], "share": [1.0, 1.0, 1.0]}],
+     "routing": {"ranks": 1, "micro_batches": 1, "counted": [{"layers": [1], "tokens": [300, 212]}]},
      "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
-`shards` states what one of n parts of a layer cut by vocabulary takes (`shard_times.py`). `repeatable` states for each
-layer whether a second forward gave the same result as the first.
+`shards` states what one of n parts of a layer cut by vocabulary takes (`shard_times.py`). `routing` states how many
+tokens every expert of a layer received, and over how many ranks the experts were distributed (`routing.py`).
+`repeatable` states for each layer whether a second forward gave the same result as the first.
 
 Times are those of a rank while all ranks are busy. Every key from `partial` on is optional. `mode` states how the
 layers ran (`mode.py`): a run in another precision has different times.
@@ -38,6 +40,7 @@ from octopipe.costs.foreign_times import load_foreign_profile
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
 from octopipe.costs.mode import mode_from_object
 from octopipe.costs.profile import FORMAT, Profile
+from octopipe.costs.routing import routing_from_object
 from octopipe.costs.shard_times import shard_times_from_object
 from octopipe.costs.table import CostTable
 
@@ -64,6 +67,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if file.get("tied_gib"):
         costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
     costs = costs.replace(shard_times=shard_times_from_object(file.get("shards"), costs.num_layers, where))
+    costs = costs.replace(routing=routing_from_object(file.get("routing"), costs.num_layers, where))
     pairs = _links(file.get("links"), where)
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))

@@ -30,6 +30,7 @@ from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
 from octopipe.costs.measured import measured_file, measured_models
 from octopipe.costs.profile_file import profile_from_object
+from octopipe.costs.routing import cannot_change
 from octopipe.costs.table import CostTable
 from octopipe.models.lengths import Batch
 from octopipe.models.readers.hf_config import from_config
@@ -177,7 +178,7 @@ def resolve_costs(
             raise OctoPipeError(
                 f"{found.model}: lengths need a preset or a config; a file of times covers one length only"
             )
-        return _measured(found, setup, gpu_given=gpu_given)
+        return _measured(found, setup, gpu_given=gpu_given, reroute="imbalance" in asked)
     setup = replace(setup, seq=_default_seq(found) if setup.seq is None else setup.seq)
     if len(setup.images) > 1 and setup.micro_batches is None:
         setup = setup.with_micro_batches(max(1, len(setup.images) // setup.micro_batch_size))
@@ -259,8 +260,8 @@ def costs_of_setup(
     return table if setup.p2p_ms is None else table.replace(network=Network.constant(setup.p2p_ms))
 
 
-def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
-    """A file's times with the run's numbers around them."""
+def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool) -> CostTable:
+    """A file's times with the run's numbers around them; `reroute`: for the spread of tokens that the set-up has."""
     if setup.micro_batch_tokens:
         raise OctoPipeError(
             f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times covers one length only"
@@ -280,6 +281,8 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
     fields = {name: getattr(setup, name) for name, how in fields_of(Setup).items() if not how.of_a_model}
     reserve = setup.reserve_gib if setup.memory_gib else None
     known = Setup(**{**fields, "gpu": None, "tp": setup.tp, "seq": tokens, "reserve_gib": reserve})
+    if reroute and not cannot_change(table.routing, table.segments):
+        table, known = table.with_imbalance(setup.imbalance), replace(known, imbalance=setup.imbalance)
     limits = known.rank_memory_bytes() if setup.memory_gib else table.rank_memory_bytes
     if setup.reserve_gib and limits and not setup.memory_gib:
         limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)

@@ -26,6 +26,7 @@ from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZ
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.mode import Mode
+from octopipe.costs.routing import Routing, cannot_change, rerouted
 from octopipe.costs.segments import Segments
 from octopipe.costs.shard_times import ShardTimes
 
@@ -109,6 +110,8 @@ class CostTable:
     """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
     shard_times: tuple[ShardTimes, ...] = ()
     """Measured: what a shard of a layer that is cut takes; a layer that is not here divides evenly."""
+    routing: Routing | None = None
+    """Measured: how many tokens the experts received; None where no layer routes, and where nobody counted."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -274,6 +277,15 @@ class CostTable:
         values = [gib] if isinstance(gib, int | float) else list(gib)
         return self.replace(rank_memory_bytes=tuple(float(v) * float(1 << 30) for v in values))
 
+    def with_imbalance(self, imbalance: tuple[float, ...]) -> CostTable:
+        """Measured costs as they would be if tokens were routed as unevenly as this (as in `Setup`; empty: evenly).
+        They stay as they are where they say nothing about another routing (`routing.cannot_change`)."""
+        if self.routing is None or self.segments is None or cannot_change(self.routing, self.segments):
+            return self
+        times = {name: getattr(self, name) for name in ("forward_ms", "input_ms", "weight_ms")}
+        times, segments = rerouted(times, self.segments, self.routing.factors(imbalance))
+        return self.replace(segments=segments, **times)
+
     def throughput(self, num_ranks: int, num_micro_batches: int, step_ms: float) -> dict[str, float | None]:
         """Tokens per GPU and second, model TFLOP/s per GPU and the share of the GPU's peak, where they are known."""
         out: dict[str, float | None] = {
@@ -305,7 +317,7 @@ class CostTable:
         for f in fields(self):
             value = getattr(self, f.name)
             optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum", "shard_times")
-            if f.name in ("setup", "model_flops", "mode", "host_link") or (optional and not value):
+            if f.name in ("setup", "model_flops", "mode", "host_link", "routing") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -41,6 +41,8 @@ from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
 
 BATCH, TOKENS = 3, 7
 """The trace's batch: sizes that no width of a model equals by chance."""
+IDS = ("input", "input_ids")
+"""Marks the tokens among the names of what a tensor was computed from."""
 LAYER = "layer"
 """Marks, among the names of what a tensor was computed from, the output of a layer."""
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
@@ -68,7 +70,7 @@ class Anatomy:
     takes: tuple[Mapping[int, int], ...]
     """Per layer: leaf -> which carried tensor it is."""
     needs_ids: bool
-    """Whether layers' arguments depend on the tokens themselves."""
+    """Whether layers' arguments, or what follows the last layer, depend on the tokens themselves."""
 
     def last_use(self, number: int) -> int:
         """The last layer that takes this carried tensor."""
@@ -108,6 +110,7 @@ class _Watch(TorchFunctionMode):
         self.names = names
         self.provenance = provenance
         self.last: Tensor | None = None
+        self.head_reads_ids = False
         self.used: dict[str, set[str]] = {"embed": set(), "head": set()}
         self.phase = "embed"
 
@@ -134,7 +137,9 @@ class _Watch(TorchFunctionMode):
         used = args[:1] if called in LIKE_SECOND or called == "to" else (args, kwargs)
         for leaf in pytree.tree_leaves(used):
             known = not isinstance(leaf, Tensor) or leaf is self.last or id(leaf) in self.names
-            if not known and self.provenance.of(leaf):
+            names = frozenset() if known else self.provenance.of(leaf)
+            self.head_reads_ids |= IDS in names
+            if names - {IDS}:
                 raise Refused("its head takes more than the last layer's output: something computed before it")
 
 
@@ -214,6 +219,7 @@ class _Trace:
         for name, value in self._named(shell):
             if name in parameters:
                 self.provenance.name(value, name)
+        self.provenance.name(ids, IDS)
         with self.provenance, watch:
             out = shell(input_ids=ids, use_cache=False, **asked)
         if len(self.takes) != self.count:
@@ -232,7 +238,7 @@ class _Trace:
             head_names=frozenset(used["head"]),
             carried=tuple(self.carried),
             takes=tuple(self.takes),
-            needs_ids=self._needs_ids(shell, answers),
+            needs_ids=watch.head_reads_ids or self._needs_ids(shell, answers),
         )
 
     def _named(self, shell: nn.Module) -> Iterator[tuple[str, Tensor]]:

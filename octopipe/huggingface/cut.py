@@ -29,11 +29,12 @@ from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
 from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
+from octopipe.huggingface.predictions import WithPredictions, with_predictions
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.section_cut import SectionCut, describe_layer
 from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
-from octopipe.huggingface.source import build_on_meta, inner_model, read_config
+from octopipe.huggingface.source import build_on_meta, inner_model, read_config, without_memory
 from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
 
 Factory = Callable[[], nn.Module]
@@ -50,6 +51,7 @@ def layers(
     pretrained: bool | None = None,
     liger: bool = False,
     example: Mapping[str, Any] | None = None,
+    predictions: float | None = None,
 ) -> LayerList:
     """The layers of a language model: embedding, blocks, and norm with head, in the family's own code.
 
@@ -62,11 +64,14 @@ def layers(
     drawn from `seed` and the parameters' names, the same under every plan. `num_layers` counts embedding and head.
     `attention`: transformers' name of an attention implementation. `liger`: with liger_kernel's norms and products.
     `example`: inputs of a small batch, for models that take more than tokens; for usual ones it is made up.
+    `predictions`: train the config's multi-token-prediction layers too, with this weight of their mean loss.
     """
     if isinstance(source, nn.Module):
         if num_layers is not None or pretrained or attention is not None or liger:
             raise OctoPipeError("num_layers, attention, liger and pretrained are for a config or a path, no model")
         model = inner_model(source)
+        if predictions is not None:
+            model = with_predictions(model, predictions)
         return LayerList(_cut(model, None, None, example))
     folder = Path(source) if isinstance(source, str | os.PathLike) and Path(source).is_dir() else None
     if pretrained and (folder is None or not has_weights(folder)):
@@ -79,8 +84,19 @@ def layers(
     model = build_on_meta(copy.deepcopy(config), dtype=dtype, attention=attention)
     if liger:
         put_liger(model)
+    if predictions is not None:
+        model = _predicting(model, predictions, folder)
     weights = Weights(model, seed=seed, device=torch.device(device), folder=folder)
     return LayerList(_cut(model, weights, torch.device(device), example))
+
+
+def _predicting(model: nn.Module, weight: float, folder: Path | None) -> nn.Module:
+    if folder is not None:
+        raise OctoPipeError(
+            f"{folder}: the weights of multi-token-prediction layers are not read from a folder; give its config.json "
+            "for fresh weights, or leave --mtp out"
+        )
+    return without_memory(lambda: with_predictions(model, weight))
 
 
 def _cut(
@@ -89,11 +105,13 @@ def _cut(
     """One stack of layers is cut as such if it can be; everything else in sections."""
     refuse_random_depth(model)
     if example is None and not takes_more_than_tokens(model):
-        try:
-            return _Cut(model, trace(model), weights, device)
-        except OctoPipeError:
-            tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
-            return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
+        if not isinstance(model, WithPredictions):
+            try:
+                return _Cut(model, trace(model), weights, device)
+            except OctoPipeError:
+                pass  # several stacks, or layers that share more than a hidden state
+        tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
+        return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
     example = example_of(model) if example is None else example
     return SectionCut(model, trace_sections(model, example), weights, device, example)
 
@@ -105,7 +123,7 @@ class LayerList(list[Factory | nn.Module]):
         super().__init__(cut.pieces())
         self._cut = cut
         self.config: Any = cut.model.config
-        self.class_name = type(cut.model).__name__
+        self.class_name = type(cut.model.main if isinstance(cut.model, WithPredictions) else cut.model).__name__
 
     @cached_property
     def loss_fn(self) -> CausalLoss:

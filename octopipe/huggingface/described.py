@@ -19,12 +19,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.inputs import InputForm, form_of, with_items
+from octopipe.huggingface.predictions import prediction_layers
 from octopipe.huggingface.source import config_for, has_towers, model_class, read_config
 from octopipe.huggingface.weights import has_weights
 from octopipe.models.readers.hf_config import from_config
-
-PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Config keys under which families give the number of their multi-token-prediction layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +54,8 @@ class HfModel:
     """Of every layer; a parameter that both ends use counts at both."""
     inputs: InputForm | None = None
     """What a micro-batch consists of, where that is more than tokens."""
+    predictions: float | None = None
+    """Weight of the loss of its multi-token-prediction layers, where they are trained."""
     untrained_predictions: int = 0
     """Multi-token-prediction layers of the config that the transformers class leaves out."""
 
@@ -73,12 +73,14 @@ class HfModel:
             attention=self.attention,
             pretrained=self.pretrained,
             liger=self.liger,
+            predictions=self.predictions,
         )
 
     def told(self) -> str:
         """Whose code runs and where weights come from, in words."""
         weights = "weights of its folder" if self.pretrained else "fresh weights"
-        return f"transformers' {self.class_name}, {weights}"
+        more = "" if self.predictions is None else f" with multi-token prediction (weight {self.predictions:g})"
+        return f"transformers' {self.class_name}{more}, {weights}"
 
 
 def describe(
@@ -91,6 +93,7 @@ def describe(
     encoder_seq: int | None = None,
     seq: int = 0,
     name: str = "",
+    predictions: float | None = None,
 ) -> HfModel:
     """The facts of the model at a path, or of a preset's config; whatever cannot be trained is refused here, before a
     process starts. `images` and `encoder_seq` concern models with a tower or an encoder, for sequences of `seq`."""
@@ -98,7 +101,7 @@ def describe(
     path = given if isinstance(given, Path) else None
     pretrained = path is not None and path.is_dir() and has_weights(path)
     _refuse_layers_of_towers(given, num_layers)
-    parts = layers(given, num_layers=num_layers, attention=attention, liger=liger)
+    parts = layers(given, num_layers=num_layers, attention=attention, liger=liger, predictions=predictions)
     _ = parts.loss_fn
     if path is not None:
         folder = path if path.is_dir() else path.parent if path.stem == "config" else None
@@ -121,15 +124,9 @@ def describe(
         dtype=_dtype(given),
         layer_parameters=parts.layer_parameters,
         inputs=_inputs(parts, name, images, encoder_seq, seq),
-        untrained_predictions=prediction_layers(parts.config),
+        predictions=predictions,
+        untrained_predictions=prediction_layers(parts.config) if predictions is None else 0,
     )
-
-
-def prediction_layers(config: Any) -> int:
-    """How many multi-token-prediction layers a config has. transformers' classes build them for generation alone."""
-    text = config.get_text_config(decoder=True)
-    found = (getattr(text, key, None) for key in PREDICTION_KEYS)
-    return next((int(count) for count in found if isinstance(count, int) and count > 0), 0)
 
 
 def _inputs(

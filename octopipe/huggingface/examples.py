@@ -30,7 +30,23 @@ from octopipe.huggingface.shell import (
 ROWS, TOKENS = 5, 7
 """Sizes that no width of a model equals by chance; no layer returns a tuple of so many."""
 OTHER_INPUTS = ("pixel_values", "decoder_input_ids", "input_features", "input_values")
-USUAL_INPUTS = ("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels")
+USUAL_INPUTS = frozenset(
+    [
+        "self",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+        "labels",
+        "encoder_outputs",
+        "mm_encoder_outputs",
+        "decoder_attention_mask",
+        "decoder_inputs_embeds",
+        "encoder_past_key_values",
+    ]
+)
+"""Inputs that any model takes, or that stand for others."""
 OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwargs", "cache_position", "interpolate_")
 MOST_NAMES = 5
 

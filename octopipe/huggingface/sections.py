@@ -43,6 +43,7 @@ MOST_VISITS = 4096
 """A forward that visits more layers than this is not a pipeline."""
 
 
+UNFOLLOWED = "its forward cannot be followed around layers that take and return one hidden state"
 MOST_STACKS = 6
 """Of the lists that may be stacks, the largest are tried."""
 WITH_NONE = -2
@@ -167,7 +168,7 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
                 refused = isinstance(error, Refused)
                 if (far := len(attempt.visits) + MOST_VISITS * refused) > furthest:
                     text = " ".join(str(error).split())[:160]
-                    reason, furthest = text if refused else f"its forward fails ({type(error).__name__}: {text})", far
+                    reason, furthest = text if refused else f"{UNFOLLOWED} ({type(error).__name__}: {text})", far
                 _add_next_guess(guesses, guess, attempt, paths)
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
 

@@ -125,7 +125,7 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
         options["experts_implementation"] = "eager"
     with _quiet():
         try:
-            model = _without_memory(lambda: cls._from_config(copy.deepcopy(config), dtype=dtype, **options))
+            model = without_memory(lambda: cls._from_config(copy.deepcopy(config), dtype=dtype, **options))
         except Exception as error:  # a family's own checks, missing packages
             why = " ".join(str(error).split())[:200]
             raise OctoPipeError(f"{cls.__name__} cannot be built from this config: {why}") from None
@@ -133,7 +133,8 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
     return model  # type: ignore[no-any-return]
 
 
-def _without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    """What `build` makes, with parameters that take no memory."""
     with torch.random.fork_rng(devices=[]):
         try:
             torch.manual_seed(0)  # what constructors draw themselves is the same on every rank

@@ -33,7 +33,7 @@ from torch.autograd import Function
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import FLOAT8_REMEDY, refuse_on_cpu
 from octopipe.runtime.stages.wgrad import add_product, site_of
-from octopipe.runtime.torch_private import WithoutFunctionModes, scaled_mm
+from octopipe.runtime.torch_private import WithoutFunctionModes, scaled_mm, unsafe_view
 
 LEAST = 64
 MULTIPLE = 16
@@ -105,8 +105,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     The scale maps the largest element to the largest float8 number. An infinity or NaN in `x` gives NaN everywhere.
     """
     largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-    scale = (largest / torch.finfo(dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (x * scale.reciprocal()).to(dtype), scale
+    scale = largest.mul_(1.0 / torch.finfo(dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (x / scale).to(dtype), scale
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -214,7 +214,7 @@ class ScaledProduct(Function):
         out = product(values, scale, scaled.rows, scaled.scale, x.dtype, fast=True)
         if bias is not None:
             out += bias
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return unsafe_view(out, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]

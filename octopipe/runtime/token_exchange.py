@@ -134,9 +134,10 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, moved: TokenExchange, send, receive) -> Tensor:  # type: ignore[override,no-untyped-def]
         ctx.moved, ctx.splits = moved, (send, receive)
-        return run_exchange(lambda: moved.start(rows, send, receive))
+        return run_exchange(lambda: moved.start(rows, send, receive), moved.size)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override,no-untyped-def]
         send, receive = ctx.splits
-        return run_exchange(lambda: ctx.moved.start(gradient, receive, send)), None, None, None
+        moved = ctx.moved
+        return run_exchange(lambda: moved.start(gradient, receive, send), moved.size), None, None, None

@@ -153,6 +153,18 @@ class Pending(Protocol):
 
 
 _started = 0
+_widest = 0
+
+
+def exchange_ranks() -> int:
+    """The largest group in which this process has exchanged tokens while layers were watched; 0: none is known."""
+    return _widest
+
+
+def _among(ranks: int) -> None:
+    global _widest
+    if _heard is not None:
+        _widest = max(_widest, ranks)
 
 
 def exchanges_started() -> int:
@@ -160,10 +172,12 @@ def exchanges_started() -> int:
     return _started
 
 
-def run_exchange(issue: Callable[[], Pending]) -> Any:
-    """Issue an exchange, let the other op of a pair run meanwhile, and wait; returns what waiting for it gives."""
+def run_exchange(issue: Callable[[], Pending], ranks: int = 0) -> Any:
+    """Issue an exchange among so many ranks, let the other op of a pair run meanwhile, and wait; returns what waiting
+    for it gives."""
     global _started
     _started += 1
+    _among(ranks)
     heard = _heard
     if heard is not None:
         heard()
@@ -246,6 +260,7 @@ def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         heard, pair = _heard, _running
+        _among(args[0].size())  # a method: the group comes first
         if heard is not None:
             heard()
         work = issue(*args, **kwargs)

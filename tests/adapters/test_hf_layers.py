@@ -80,11 +80,20 @@ class Remembers(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def test_a_head_gets_what_it_takes_beside_the_last_layers_output() -> None:
+class Counts(transformers.LlamaForCausalLM):
+    """Its head takes the tokens themselves beside the last layer's output."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **more: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **more).last_hidden_state) + input_ids[..., None]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+
+@pytest.mark.parametrize("kind", [Remembers, Counts])
+def test_a_head_gets_what_it_takes_beside_the_last_layers_output(kind: Any) -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
     )
-    model = Remembers(config).double()
+    model = kind(config).double()
     ids = torch.arange(12).view(2, 6)
     value: Any = {"input_ids": ids}
     for part in layers(model):
@@ -374,23 +383,6 @@ def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest
     with torch.no_grad():
         losses = [float(model(input_ids=a, labels=a, shift_labels=b).loss) for a, b in zip(inputs, targets)]
     assert mine["losses"][0] == pytest.approx(sum(losses) / 2, abs=1e-5)
-
-
-def test_predictions_that_are_not_trained_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from octopipe.cli import main
-
-    tiny_config("deepseek_v3", num_nextn_predict_layers=1).save_pretrained(tmp_path)
-    flags = ["--nproc", "1", "--steps", "1", "--seq", "8", "--no-measure"]
-    for more, why in (([], "transformers' DeepseekV3ForCausalLM has none"), (["--own-layers"], "own layers have none")):
-        assert main(["train", str(tmp_path / "config.json"), *flags, *more]) == 0
-        assert f"has 1 multi-token-prediction layer, and {why}" in capsys.readouterr().err.replace("octopipe's ", "")
-    plan, model = tmp_path / "plan.json", str(tmp_path / "config.json")
-    asked = ["--pp", "1", "--micro-batches", "2", "--seq", "64", "--budget", "1s", "-o", str(plan)]
-    assert main(["tune", model, *asked]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "which `octopipe train` does not train" in said and "octopipe train " + model not in said
-    assert main(["train", model, "--plan", str(plan), "--no-measure"]) == 2
-    assert "counts its multi-token prediction (1)" in capsys.readouterr().err
 
 
 def test_train_says_what_it_cannot_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

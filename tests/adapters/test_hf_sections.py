@@ -260,7 +260,7 @@ def test_an_input_without_a_convention_asks_for_an_example() -> None:
     config = tiny_tower("qwen3_vl")
     model = twin_of("qwen3_vl", config)
     model.config.vision_config.patch_size = [4, 4]
-    with pytest.raises(OctoPipeError, match=r"give one: layers\(model, example="):
+    with pytest.raises(OctoPipeError, match=r"takes pixel_values.* give an example of a small batch: layers\(model"):
         layers(model)
     row = image_batches(config, [1])[0]
     parts = layers(model, example={name: value for name, value in row.items() if name != "labels"})

@@ -36,10 +36,13 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 LONG = "900s"
 """A budget that no test waits for: whoever ignores the signal runs into the limit below."""
 LIMIT_S = 300.0
-# The process sends the signal to itself at a moment that matters, not after a guess of seconds.
+# The process sends the signal to itself at a moment that matters, not after a guess of seconds. Two seconds to hand
+# over what there is are plenty for a user, and not on a busy machine: the test of the grace itself has its own.
 AT = """
 import os, signal, sys
 from {module} import {owner}
+from octopipe.base.stop import StopRequest
+StopRequest.__init__.__defaults__ = ({limit},)
 before, calls = {owner}.{name}, []
 def at(*given, **named):
     calls.append(1)
@@ -59,7 +62,7 @@ def _hears_ctrl_c() -> None:
 
 def stopped(number: int, module: str, owner: str, name: str, *words: str, call: int = 1) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command that gets a signal at that call of that function."""
-    code = AT.format(module=module, owner=owner, name=name, number=int(number), call=call)
+    code = AT.format(module=module, owner=owner, name=name, number=int(number), call=call, limit=LIMIT_S)
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         capture_output=True,

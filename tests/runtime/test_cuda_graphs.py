@@ -330,6 +330,28 @@ def test_another_length_runs_by_calls_and_the_old_one_by_graphs_again() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_first_micro_batch_of_another_length_leaves_the_others_right(autocast: torch.dtype | None) -> None:
+    """Under autocast, the first one's graph casts the weights for the others."""
+    made, found = layers(Block, Block, Block, Block), []
+    for graphs in (False, True):
+        pipe = Pipeline(copy.deepcopy(made), plan(6), loss_fn, device="cuda", cuda_graphs=graphs, autocast=autocast)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(9):
+            batch, target = (x.chunk(COUNT) for x in data(step))
+            cut = 9 if step in (6, 7) else TOKENS
+            some = [[x[0][:, :cut].contiguous(), *x[1:]] for x in (batch, target)]
+            losses.append(float(pipe.step(*some)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (pipe.executor.ops.captured > 0) == graphs
+        found.append((losses, [p.detach().clone() for p in pipe.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@needs_gpu
 @pytest.mark.parametrize("what", ["attribute", "weight", "training", "frozen", "hook"])
 def test_what_changes_between_steps_is_never_answered_from_old_graphs(what: str) -> None:
     def change(step: int, pipe: Pipeline) -> None:

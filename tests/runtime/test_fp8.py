@@ -123,6 +123,16 @@ def test_a_bias_is_added_and_takes_its_gradient() -> None:
     assert made.bias is not None and torch.equal(made.bias.grad, torch.full((128,), 16.0, dtype=torch.bfloat16))
 
 
+def test_an_output_may_be_changed_in_place() -> None:
+    """Of three dimensions: as a view that a function made, torch would refuse that."""
+    made = linear()
+    x = torch.randn(2, 8, H).bfloat16().requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    made(x).mul_(2.0).relu_().sum().backward()
+    torch.relu(made(twin) * 2.0).sum().backward()
+    assert x.grad is not None and twin.grad is not None and torch.equal(x.grad, twin.grad)
+
+
 def test_copies_follow_the_weight_at_their_addresses() -> None:
     made = linear()
     x = torch.randn(4, H).bfloat16()
@@ -296,6 +306,24 @@ def test_a_profile_of_another_precision_is_refused() -> None:
     with pytest.raises(OctoPipeError, match="was measured in bf16-main-fp32, and this run computes in fp8"):
         refuse_other_precision(Mode(precision="bf16-main-fp32"), "fp8", "the profile")
     assert Mode(precision="fp8").bytes_per_parameter(state_factor=2) == 20.0
+
+
+def test_a_profile_counts_the_copies_of_weights_and_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octopipe.runtime.measure import workload
+    from octopipe.runtime.measure.one_layer import Layer, memory_of
+
+    monkeypatch.setattr(workload, "refuse_on_cpu", lambda precision, device: None)
+    work = workload.Workload(spec=spec(), tokens=8, precision="fp8")
+    device = torch.device("cpu")
+    made = [make() for make in work.layers(device)]  # type: ignore[operator]
+    assert [len(list(scaled_linears([module]))) for module in made] == [0, 2, 2, 2, 2, 0]
+    value = made[0](work.batch(device, 1)[0]).detach()
+    layer = Layer(made[2], value, None, False, work.precision)
+    weights = [m.weight.numel() for m in scaled_linears([made[2]])]
+    plain = sum(p.nbytes for p in made[2].parameters())
+    scales = 4 * len(weights)
+    assert memory_of(layer, device).parameter_bytes == plain + 2 * sum(weights) + scales
+    assert work.mode == Mode(precision="fp8")
 
 
 @needs_float8

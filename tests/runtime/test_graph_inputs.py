@@ -6,6 +6,7 @@ A driver on the host stands in for libcuda: it finds, redirects and performs the
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,36 +16,42 @@ from torch import Tensor
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages import graph_inputs
-from octopipe.runtime.stages.captured import Captured
+from octopipe.runtime.stages.captured import REPLAYED, Captured
+from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.cuda_graphs import REPLAYING, GraphedOps
 from octopipe.runtime.stages.graph_driver import CopyParams
 from octopipe.runtime.stages.graph_inputs import Inputs
 from octopipe.runtime.stages.graph_launch import Graph, direct_launch
 from octopipe.runtime.stages.graph_memory import VIEW
+from octopipe.runtime.stages.stage import Stage
 
 
 class HostDriver:
     """The graphs' part of libcuda, on host memory."""
 
     def __init__(self) -> None:
-        self.nodes: list[CopyParams] = []
+        self.nodes_captured: list[CopyParams] = []
         self.redirected = 0
 
     def capture(self, source: Tensor, target: Tensor) -> None:
-        self.nodes.append(CopyParams(source=source.data_ptr(), target=target.data_ptr(), width=target.nbytes))
+        self.nodes_captured.append(CopyParams(source=source.data_ptr(), target=target.data_ptr(), width=target.nbytes))
 
     def copies(self, graph: int) -> list[tuple[int, CopyParams]]:
-        return [(k, CopyParams.from_buffer_copy(params)) for k, params in enumerate(self.nodes)]
+        return [(k, CopyParams.from_buffer_copy(params)) for k, params in enumerate(self.nodes_captured)]
+
+    def nodes(self, graph: int) -> list[tuple[int, int]]:
+        return [(9, 0), (8, 2), *((k, 1) for k in range(len(self.nodes_captured))), (7, 11), (6, 0)]
 
     def context(self) -> int:
         return 7
 
     def set_copy(self, executable: int, node: int, params: CopyParams, context: int) -> None:
         assert (executable, context) == (5, 7)
-        self.nodes[node] = CopyParams.from_buffer_copy(params)
+        self.nodes_captured[node] = CopyParams.from_buffer_copy(params)
         self.redirected += 1
 
     def launch(self) -> None:
-        for params in self.nodes:
+        for params in self.nodes_captured:
             ctypes.memmove(params.target, params.source, params.width)
 
 
@@ -113,13 +120,13 @@ def test_a_tensor_that_an_earlier_graph_leaves_in_place_is_not_copied(driver: Ho
     view = made.detach()
     setattr(made, VIEW, view)
     inputs, read = captured(driver, [made])
-    assert read[0] is made and not driver.nodes
+    assert read[0] is made and not driver.nodes_captured
     assert inputs.fit(None, [view], None) and not inputs.fit(None, [torch.ones(3)], None)
 
 
 def test_a_leaf_with_gaps_is_copied_before_the_launch(driver: HostDriver) -> None:
     inputs, read = captured(driver, [torch.ones(4, 6)[:, ::2]])
-    assert not driver.nodes and inputs.first_node() is None
+    assert not driver.nodes_captured and inputs.first_node() is None
     inputs.fill([torch.full((4, 6), 2.0)[:, ::2]])
     assert torch.equal(read[0], torch.full((4, 3), 2.0))
 
@@ -148,6 +155,46 @@ def test_a_copy_that_is_not_in_the_graph_is_an_error(driver: HostDriver) -> None
     graph = Graph(HostGraph(), torch.device("cpu"), driver)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="not among the 0 copies"):
         graph.copy_nodes([(1, 2)])
+
+
+def test_the_nodes_of_a_graph_are_counted_by_kind(driver: HostDriver) -> None:
+    captured(driver, [torch.ones(3)])
+    graph = Graph(HostGraph(), torch.device("cpu"), driver)  # type: ignore[arg-type]
+    assert graph.node_counts() == {"kernel": 2, "copy": 1, "memset": 1, "kind 11": 1}
+    assert Graph(HostGraph(), torch.device("cpu"), None).node_counts() == {}
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_under_autocast_a_stage_stays_with_calls_for_the_rest_of_a_step_that_began_so(casts: bool) -> None:
+    """The graph of a step's first micro-batch casts the weights for all; where it is not launched, the others would
+    compute with the weights of the step before."""
+
+    class Fitting:
+        def __init__(self, fits: bool):
+            self.fits = fits
+
+        def fit(self, *_: Any) -> bool:
+            return self.fits
+
+        def fill(self, given: Any) -> None:
+            pass
+
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if casts else None
+    chain = StageChain([(Stage([torch.nn.Linear(3, 3)]), False)])
+    ops = GraphedOps({0: chain}, autocast, torch.device("cpu"))
+    ops._phase, ops._known = REPLAYING, ops._facts.read()
+    inputs = [Fitting(False), Fitting(True)]
+    cells = [Cell(0, m, False, False, False) for m in range(2)]
+    for cell, one in zip(cells, inputs):
+        cell.graphs = {"F": Captured(HostGraph(), one, True, [torch.ones(3)], None, None)}  # type: ignore[arg-type]
+
+    def replayed() -> list[bool]:
+        ops.begin_step()
+        return [ops.forward(cell, torch.ones(2, 3), None, None, None, None)[0] is REPLAYED for cell in cells]
+
+    assert replayed() == [False, not casts]
+    inputs[0].fits = True
+    assert replayed() == [True, True]
 
 
 def test_only_a_message_of_the_form_that_was_found_to_fit_is_not_looked_at_again(driver: HostDriver) -> None:

@@ -114,6 +114,63 @@ def test_random_irregular_plans_give_the_gradients_of_one_device(world):
     assert_equal(world.run(run_plans, jobs))
 
 
+def graphed_and_called(world, plan):
+    """The losses and weights after some steps with CUDA graphs and without, and how many ops were replayed."""
+    device = on_device(world)
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64, device=device, dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]
+        with Pipeline(
+            layers, plan, lambda y, t: (y - t).float().square().mean(), group=world, timeout_s=TIMEOUT_S,
+            main_grads=True, cuda_graphs=graphs,
+        ) as pipe:  # fmt: skip
+            losses = []
+            for step in range(8):
+                torch.manual_seed(step)
+                data = [torch.randn(16, 64, device=device, dtype=torch.bfloat16) for _ in range(2 * world.size)]
+                losses.append(float(pipe.step(data, data)))
+                with torch.no_grad():
+                    for p in pipe.parameters():
+                        p.sub_(p.grad.to(p.dtype), alpha=0.1)
+                pipe.zero_grad()
+            captured = pipe.executor.ops.captured
+            found.append((losses, [p.detach().float().cpu() for p in pipe.parameters()], captured))
+    (losses, weights, none), (replayed, others, captured) = found
+    same = losses == replayed and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    return same, none, captured
+
+
+@pytest.mark.parametrize("system", ["1f1b", "zb-h1"])
+def test_ops_replayed_from_graphs_take_what_nccl_brings(world, system):
+    """Received tensors lie at addresses of the allocator's choice, which the graphs' copies follow."""
+    plan = build_plan(system, CostTable.uniform(num_layers=NUM_LAYERS), world.size, 2 * world.size)
+    for same, none, captured in world.run(graphed_and_called, plan):
+        assert same and none == 0 and captured > 0
+
+
+def averaged(world, dtype):
+    """Gradients of data-parallel pipelines of one rank each, and those of all their batches in one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = on_device(world)
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32, device=device, dtype=dtype) for _ in range(4)]
+    data = [torch.randn(8, 32, device=device, dtype=dtype) for _ in range(2 * world.size)]
+    loss_fn = lambda y, t: (y - t).square().mean()  # noqa: E731
+    expected, _ = plain_gradients(layers, data, data, loss_fn)
+    plan = build_plan("gpipe", CostTable.uniform(num_layers=4), 1, 2)
+    mesh = init_device_mesh("cuda", (world.size, 1), mesh_dim_names=("dp", "pp"))
+    with Pipeline(layers, plan, loss_fn, mesh=mesh, device=device, timeout_s=TIMEOUT_S) as pipe:
+        pipe.step(data[2 * world.rank : 2 * world.rank + 2], data[2 * world.rank : 2 * world.rank + 2])
+        torch.cuda.synchronize()
+        return worst_error(pipe, expected)
+
+
+def test_data_parallel_pipelines_average_their_gradients_over_nccl(world):
+    assert all(error <= TOLERANCE for error in world.run(averaged, torch.float64))
+
+
 class Slow(nn.Linear):
     """A layer that keeps its device busy for some milliseconds, and its host for none."""
 

@@ -28,6 +28,8 @@ class KindRow:
     layers: int
     measured_ms: dict[str, float]
     analytic_ms: dict[str, float]
+    separate_sum_ms: float = 0.0
+    """What W takes beyond its price where experts' gradients are added in a pass of its own."""
 
     def ratio(self, op: str | None = None) -> float | None:
         """Measured over analytic time, of one op or of all three; None where the price is nothing."""
@@ -41,6 +43,7 @@ class KindRow:
             "layers": self.layers,
             "measured_ms": self.measured_ms,
             "analytic_ms": self.analytic_ms,
+            "separate_sum_ms": self.separate_sum_ms,
             "ratio": {**{op: self.ratio(op) for op in TIMES}, "all": self.ratio()},
         }
 
@@ -65,6 +68,8 @@ def gpu_of(asked: str, device: str) -> str:
 
 def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, micro_batch_size: int) -> list[KindRow]:
     """One row per kind of layer, in the model's order. Times of a rank alone where the profile has them."""
+    from octopipe.costs.analytic.layer_pricing import Pricing
+    from octopipe.costs.analytic.separate_sum import separate_sum_ms
     from octopipe.costs.resolve import resolve_costs
 
     priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu)
@@ -75,6 +80,10 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
     # Layers of one name may differ (windows): their analytic price tells them apart.
     keys = [(name, round(float(priced.layer_ms[i]), 9)) for i, name in enumerate(names)]
     rows = []
+    assert priced.setup is not None
+    pricing = Pricing.of(priced.setup)
+    # The kernel that adds while it multiplies exists for single products and for batches of equal ones.
+    apart = profile.mode is not None and profile.mode.precision.startswith("bf16")
     for key in dict.fromkeys(keys):
         i = keys.index(key)
         twins = [k for k in dict.fromkeys(keys) if k[0] == key[0]]
@@ -84,6 +93,7 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
                 layers=keys.count(key),
                 measured_ms={op: float(getattr(measured, name)[i]) for op, name in TIMES.items()},
                 analytic_ms={op: float(getattr(priced, name)[i]) for op, name in TIMES.items()},
+                separate_sum_ms=separate_sum_ms(spec.layers[i], pricing) if apart else 0.0,
             )
         )
     return rows
@@ -106,6 +116,23 @@ def show(rows: Sequence[KindRow], gpu: str) -> None:
         table.add_row(named(row.kind), *cells, _times(row.ratio()))
     out.print(f"measured against the analytic price of {gpu} (x: measured over priced)")
     out.print(table)
+    for line in words(rows):
+        out.print(line, style="dim", soft_wrap=True)
+
+
+def words(rows: Sequence[KindRow]) -> list[str]:
+    """Why prices of experts differ from what torch's kernels take, with numbers."""
+    out = []
+    for row in rows:
+        if row.separate_sum_ms > 0:
+            whole = row.analytic_ms["W"] + row.separate_sum_ms
+            out.append(
+                f"{named(row.kind)}: the price of W adds experts' weight gradients inside the matrix product, as "
+                f"Megatron's kernels do. torch has no such kernel for grouped products and adds them in a pass of its "
+                f"own, {row.separate_sum_ms:.3f} ms more by the same rates: with it, W takes "
+                f"{row.measured_ms['W'] / whole:.2f} times its price"
+            )
+    return out
 
 
 def _times(ratio: float | None) -> str:

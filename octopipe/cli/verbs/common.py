@@ -66,12 +66,16 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     """A flag either changes the answer or is refused, such as one that a file of measured times has no use for."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.resolve import resolve_measured
+    from octopipe.costs.routing import cannot_change
 
     table = resolve_measured(model)
     if table is None:
         return
+    idle = cannot_change(table.routing, table.segments)
+    if getattr(args, "imbalance", None) is not None and idle:
+        raise OctoPipeError(f"--imbalance changes nothing for {model}: {idle}; leave it out")
     for name in of_a_model():
-        if getattr(args, name, None) is not None:
+        if name != "imbalance" and getattr(args, name, None) is not None:
             mend = "leave it out"
             if name in PROFILED and "J" in table.symbols:
                 mend = (

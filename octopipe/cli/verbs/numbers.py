@@ -84,14 +84,21 @@ def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float |
     """The plan's step if every expert rank got the same tokens; None where that was priced anyway."""
     from dataclasses import replace
 
-    from octopipe.costs.resolve import costs_of_setup, resolve_spec
+    from octopipe.costs.resolve import costs_of_setup, resolve_measured, resolve_spec
     from octopipe.simulation.simulator import simulate
 
     setup = costs.setup
-    if setup is None or not setup.imbalance or setup.ep == 1 or model is None:
+    if setup is None or not setup.imbalance or model is None:
         return None
     spec = resolve_spec(model)
     if spec is None:
+        measured = resolve_measured(model)
+        if measured is None or measured.num_layers != costs.num_layers:
+            return None
+        even = measured.with_imbalance(())
+        times = {name: getattr(even, name) for name in ("forward_ms", "input_ms", "weight_ms", "segments")}
+        return simulate(plan, costs.replace(**times), check=False).step_ms
+    if setup.ep == 1:
         return None
     return simulate(plan, costs_of_setup(spec, replace(setup, imbalance=())), check=False).step_ms
 
@@ -111,7 +118,8 @@ def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "d
         return None
     from octopipe.simulation.contention import predict
 
-    return predict(plan, profile.with_costs(costs), channel=channel)  # type: ignore[arg-type]
+    profile = profile.with_costs(costs) if costs.routing is None else profile.as_priced(costs)
+    return predict(plan, profile, channel=channel)  # type: ignore[arg-type]
 
 
 def contended_numbers(timeline: Timeline | None) -> dict[str, float]:

@@ -155,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         mode = None if profile.mode is None else profile.mode.record()
         more = {"against_analytic": {"gpu": gpu, "rows": [row.record() for row in rows]}} if rows else {}
+        if profile.costs.routing is not None:
+            more["routing"] = profile.costs.routing.record()
         print_json({"output": args.output, "model": profile.costs.model, "mode": mode, **profile.about, **more})
     else:
         _show(profile, args.output)
@@ -217,6 +219,8 @@ def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
     from octopipe.costs.cluster.item_counts import ItemCounts
 
     out: dict[str, Any] = {}
+    if args.mtp is not None:
+        out["mtp"] = args.mtp
     if args.images is not None:
         counts = ItemCounts().read("--images", args.images)
         out["images"] = sum(counts) / len(counts)
@@ -247,6 +251,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         images=() if recipe.get("images") is None else (float(recipe["images"]),),
         encoder_seq=recipe.get("encoder_seq"),
         seq=int(recipe["tokens"]),
+        mtp=None if recipe.get("mtp") is None else float(recipe["mtp"]),
     )
     with needs_torch():
         from octopipe.runtime.measure.trial import Workload
@@ -369,6 +374,8 @@ def _show(profile: Profile, output: str) -> None:
         if a < b:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
             out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
+    for line in () if costs.routing is None else costs.routing.words():
+        out.print(line, style="dim", soft_wrap=True)
     if "overlap_slowdown" in about:
         out.print(f"computation during a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
     out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")

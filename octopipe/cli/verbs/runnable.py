@@ -28,9 +28,11 @@ def model_of(
     images: tuple[float, ...] = (),
     encoder_seq: int | None = None,
     seq: int = 0,
+    mtp: float | None = None,
 ) -> ModelSpec | HfModel:
     """The model behind MODEL, made smaller as the flags say, with the kernels they ask for. `images` and `encoder_seq`:
-    what its encoder reads, where it has one, beside sequences of `seq` tokens."""
+    what its encoder reads, where it has one, beside sequences of `seq` tokens. `mtp`: the weight of its multi-token
+    prediction, where that is trained."""
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.spec import Mtp
     from octopipe.models.tower_presets import CONFIGS
@@ -59,10 +61,13 @@ def model_of(
             encoder_seq=encoder_seq,
             seq=seq,
             name=name if about is not None else "",
+            predictions=mtp,
         )
         if found.untrained_predictions:
-            _tell_untrained(name, found.untrained_predictions, f"transformers' {found.class_name} has none in training")
+            _tell_untrained(name, found.untrained_predictions, "--mtp, which trains them, is not given")
         return found
+    if mtp is not None:
+        raise OctoPipeError("--mtp is for transformers' models: octopipe's own layers predict one token; leave it out")
     if images or encoder_seq is not None:
         raise OctoPipeError(f"{name} has no tower and no encoder; leave --images and --encoder-seq out")
     if own and name in PRESETS:
@@ -83,7 +88,7 @@ def model_of(
 
 
 def _tell_untrained(name: str, count: int, why: str) -> None:
-    """What a model has and a run does not train must be said, whatever the output is for."""
+    """What a model has and a run leaves out must be said, whatever the output is for."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.cli.verbs.text import counted
 
@@ -93,8 +98,8 @@ def _tell_untrained(name: str, count: int, why: str) -> None:
 
 
 def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
-    """What an encoder reads, and which layers are not trained."""
-    from octopipe.cli.verbs.flags import of_kind, whole_number
+    """What an encoder reads, which layers are not trained, and whether layers that predict further tokens are."""
+    from octopipe.cli.verbs.flags import non_negative, of_kind, whole_number
     from octopipe.costs.cluster.fields import LayerRanges
     from octopipe.costs.cluster.item_counts import ItemCounts
 
@@ -105,6 +110,15 @@ def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
         metavar="N|FILE",
         help="models with a tower: images (or recordings) per sequence, one number or one for each sequence of a "
         "pipeline's step (default: 1)",
+    )
+    group.add_argument(
+        "--mtp",
+        type=non_negative,
+        nargs="?",
+        const=0.3,
+        metavar="WEIGHT",
+        help="transformers' models with multi-token-prediction layers: train them too, with this weight of their loss "
+        "(default: they are left out; without a number: 0.3)",
     )
     group.add_argument(
         "--encoder-seq",

@@ -77,6 +77,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     reading = reading_from(args)
     encoder = _encoder_of(args)
     kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device, "seq": args.seq or 128, **encoder}
+    kernels["mtp"] = args.mtp
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     frozen = frozen_layers(spec, args.frozen)
     plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, spec.num_layers)

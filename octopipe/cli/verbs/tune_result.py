@@ -249,8 +249,8 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
         if told.predicts:
             out.print(
-                "the plan counts the model's multi-token prediction, which `octopipe train` does not train: it runs in "
-                "Megatron-LM (octopipe export --to megatron); for `octopipe train`, tune a profile",
+                "the plan counts the model's multi-token prediction as one layer, as Megatron-LM has it; for `octopipe "
+                "train --mtp`, tune a profile (octopipe profile --mtp)",
                 markup=False,
             )
         elif told.model is not None and told.target == "octopipe":

@@ -140,7 +140,7 @@ class _Products:
         self.cast_in = self.cast_out = 0.0
         setup = pricing.setup
         for product in work.products:
-            rows, inner, outer, weights = _share(product, work.tokens, pricing)
+            rows, inner, outer, weights = gpu_share(product, work.tokens, pricing)
             low = setup.precision != "bf16" and product.low_precision
             rates = pricing.rates if low else pricing.plain
             share = rates.product_share(rows / max(weights, 1.0), inner, outer)
@@ -156,7 +156,7 @@ class _Products:
                 self.cast_out += rows * outer
 
 
-def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
+def gpu_share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
     """Rows, sides and number of weights of one GPU's share of a product."""
     cluster = pricing.cluster
     rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp

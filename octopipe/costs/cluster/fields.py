@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, read_bytes
-from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
+from octopipe.base.limits import MAX_EXPERTS, MAX_SIZE, MAX_TIME_MS, finite
 from octopipe.costs.analytic.calibration import Stack, stack_named, stack_names, stack_record
 from octopipe.costs.cluster.file import Nodes, nodes_from_object, read_cluster
 from octopipe.costs.cluster.hardware import Gpu, gpu, gpu_from, gpu_record
@@ -31,7 +31,7 @@ from octopipe.costs.cluster.hardware_file import read_hardware
 
 Part = Literal["size", "hardware", "batch", "training", "ranks"]
 """The group of a field; flags are grouped accordingly."""
-MAX_SPREAD, MAX_EXPERTS = 1000.0, 100_000
+MAX_SPREAD = 1000.0
 TOWERS = (-1, -1)
 """Among ranges of layers: all layers of the model's towers, written `towers`."""
 

@@ -38,6 +38,7 @@ from octopipe.costs.cluster.fields import (
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
 from octopipe.costs.cluster.item_counts import ItemCounts
 from octopipe.costs.cluster.setup_words import words_of
+from octopipe.costs.routing import busiest_rank
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
@@ -376,9 +377,7 @@ class Setup:
             return self.imbalance[0] if self.imbalance and self.ep > 1 else 1.0
         if len(self.imbalance) != experts:
             raise OctoPipeError(f"imbalance has the tokens of {len(self.imbalance)} experts; a layer has {experts}")
-        held = experts // self.ep
-        loads = [sum(self.imbalance[r * held : (r + 1) * held]) for r in range(self.ep)]
-        return max(loads) * self.ep / sum(loads)
+        return busiest_rank(self.imbalance, self.ep)
 
     @property
     def host_link(self) -> Link | None:

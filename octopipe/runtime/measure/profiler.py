@@ -29,12 +29,15 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
+from octopipe.costs.routing import Routing
 from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
+from octopipe.runtime.measure.routing import routing_heard
 from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
 from octopipe.runtime.measure.timing import device_of, timed_rounds, wait_all
+from octopipe.runtime.turns import exchange_ranks
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
 
@@ -64,6 +67,10 @@ class Measured:
     seconds: float
     exchanges: tuple[MeasuredExchange, ...] = ()
     """Which parts of every distinct layer exchange tokens; empty where none does."""
+    tokens_per_expert: tuple[tuple[float, ...], ...] = ()
+    """Of one micro-batch, by distinct layer; an empty row where a layer has no router."""
+    expert_ranks: int = 0
+    """The largest group in which layers exchange tokens; 0 where they do not, or none is known."""
     shards: Seen = field(default_factory=dict)
     """Times of shards of the first and the last layer; empty where they were not measured or cannot be cut."""
 
@@ -153,7 +160,7 @@ class LayerRing:
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
         self._rounds = Rounds(self._group_of, tell, total=rounds)
-        self._ready, self._memory = _prepare(
+        self._ready, self._memory, self._tokens_per_expert = _prepare(
             layers, self._group_of, sample, loss_fn, target, self._device, self._rounds, precision or "fp32", graphs
         )
         self._rank = 0 if group is None else group.rank()
@@ -268,6 +275,8 @@ class LayerRing:
             host_share=self._issued_ms / max(busy, 1e-9),
             resident_bytes=self._resident_bytes,
             exchanges=self._exchanges,
+            tokens_per_expert=self._tokens_per_expert,
+            expert_ranks=exchange_ranks() if self._exchanges else 0,
             shards=self._shards,
             seconds=time.perf_counter() - self._began,
         )
@@ -283,10 +292,11 @@ def _prepare(
     rounds: Rounds,
     precision: str,
     graphs: bool,
-) -> tuple[list[Layer], list[LayerMemory]]:
-    """Build one layer per group, feed each what the layer before it made, and read its memory."""
+) -> tuple[list[Layer], list[LayerMemory], tuple[tuple[float, ...], ...]]:
+    """Build one layer per group, feed each what the layer before it made, and read its memory and its routing."""
     ready: dict[int, Layer] = {}
     memory: dict[int, LayerMemory] = {}
+    routed: dict[int, tuple[float, ...]] = {}
     leaves: list[Any] = []
     flatten(sample, leaves)
     # Whether a gradient has anywhere to go: to trained parameters below, or to a sample that asks for one.
@@ -300,16 +310,19 @@ def _prepare(
             began = time.perf_counter()
             try:
                 then = (lambda out: loss_fn(out, target)) if last else None
-                ready[g] = Layer(module, value, then, i == 0 or not passes, precision, graphs)
+                with routing_heard() as heard:
+                    ready[g] = Layer(module, value, then, i == 0 or not passes, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
             rounds.first_run(g, time.perf_counter() - began)
+            routed[g] = heard.tokens_per_expert(value)
             memory[g] = memory_of(ready[g], device)
             ready[g].capture()
         passes = passes or any(p.requires_grad for p in ready[g].module.parameters())
         value = ready[g].output
-    return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
+    every = sorted(ready)
+    return [ready[g] for g in every], [memory[g] for g in every], tuple(routed[g] for g in every)
 
 
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
@@ -375,6 +388,7 @@ def assemble(
         tokens_per_micro_batch=tokens,
         mode=mode,
         shard_times=shard_times([m.shards for m in ranks]),
+        routing=_routing(ranks),
         segments=segments_of([m.exchanges for m in ranks], first.group_of),
         repeatable=tuple(all(m.repeatable[g] for m in ranks) for g in first.group_of),
     )
@@ -385,17 +399,28 @@ def assemble(
         partial[level] = costs.replace(
             forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
         )
-    spread = np.median([m.spread for m in ranks], axis=0)
-    return Profile(
-        costs=costs,
-        partial=partial,
-        op_overhead_ms=op_overhead_ms,
-        about={
-            "ranks": len(ranks),
-            "seconds": max(m.seconds for m in ranks),
-            "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
-            "host_share": float(max(m.host_share for m in ranks)),
-            "resident_mib": float(resident / (1 << 20)),
-            **(about or {}),
-        },
-    )
+    told = {**_about(ranks), **(about or {})}
+    return Profile(costs=costs, partial=partial, op_overhead_ms=op_overhead_ms, about=told)
+
+
+def _about(ranks: Sequence[Measured]) -> dict[str, Any]:
+    """What a profile says about its measurement, for people."""
+    spread = np.median([m.spread for m in ranks], axis=0)[np.array(ranks[0].group_of)]
+    return {
+        "ranks": len(ranks),
+        "seconds": max(m.seconds for m in ranks),
+        "spread": {kind: spread[:, k].round(4).tolist() for k, kind in enumerate(KINDS)},
+        "host_share": float(max(m.host_share for m in ranks)),
+        "resident_mib": float(max(m.resident_bytes for m in ranks) / (1 << 20)),
+    }
+
+
+def _routing(ranks: Sequence[Measured]) -> Routing | None:
+    """The first rank's routing: all ranks run the same layers on the same micro-batch. None where no layer routes, and
+    where layers exchange tokens among ranks whose number is not known or does not divide their experts."""
+    first = ranks[0]
+    tokens = tuple(first.tokens_per_expert[g] for g in first.group_of) if first.tokens_per_expert else ()
+    among = first.expert_ranks if first.exchanges else 1
+    if not any(tokens) or among == 0 or any(len(row) % among for row in tokens):
+        return None
+    return Routing(tokens=tokens, ranks=among)

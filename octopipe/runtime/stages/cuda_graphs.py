@@ -105,6 +105,8 @@ class GraphedOps(Ops):
         """Of the stages that are captured."""
         self._known: list[Any] = []
         self._gradients = GradientBuffers()
+        self._by_calls: set[int] = set()
+        """Stages that run eagerly for the rest of this step."""
 
     @property
     def captured(self) -> int:  # type: ignore[override]
@@ -120,6 +122,7 @@ class GraphedOps(Ops):
     def begin_step(self) -> None:
         if self._phase == OFF:
             return
+        self._by_calls.clear()
         if self._phase in (CAPTURING, REPLAYING) and self._facts.read() != self._known:
             self._drop()
         if self._phase == WATCHED:
@@ -230,6 +233,8 @@ class GraphedOps(Ops):
         side: Mapping[str, Any] | None,
     ) -> Forward:
         phase, stage, graphs = self._phase, cell.stage, cell.graphs
+        if stage in self._by_calls:
+            return super().forward(cell, value, needs, then, seed, side)
         if phase == REPLAYING and graphs is not None and then is None and side is None:
             known = graphs["F"]
             if known.asked is not None and known.asked is cell.asked and torch.is_grad_enabled():
@@ -259,6 +264,9 @@ class GraphedOps(Ops):
                 or not torch.is_grad_enabled()
                 or not known.inputs.fit(form, given, needs)
             ):
+                if self._autocast is not None:
+                    # The graph of a step's first F casts the weights for those that follow: without it they are old.
+                    self._by_calls.add(stage)
                 return super().forward(cell, value, needs, then, seed, side)
             known.learn(cell, value)
             known.inputs.fill(given)

@@ -16,6 +16,7 @@ from typing import Any
 from octopipe.runtime.wire.driver import check_code, typed
 
 MEMCPY_NODE = 1
+NODE_KINDS = {0: "kernel", MEMCPY_NODE: "copy", 2: "memset", 5: "empty"}
 
 
 class CopyParams(ctypes.Structure):
@@ -59,8 +60,8 @@ class GraphDriver:
         """An executable graph and a stream; returns an error code. It is called for every op, so nothing is around
         it."""
 
-    def copies(self, graph: int) -> list[tuple[int, CopyParams]]:
-        """All copies of a graph: the node and its operands."""
+    def nodes(self, graph: int) -> list[tuple[int, int]]:
+        """All nodes of a graph, each with the number of its kind."""
         count = ctypes.c_size_t(0)
         check_code(self._nodes(graph, None, ctypes.addressof(count)), "cuGraphGetNodes")
         nodes = (ctypes.c_void_p * max(count.value, 1))()
@@ -70,7 +71,14 @@ class GraphDriver:
         for node in (handle or 0 for handle in nodes[: count.value]):
             kind = ctypes.c_uint(0)
             check_code(self._kind(node, ctypes.addressof(kind)), "cuGraphNodeGetType")
-            if kind.value == MEMCPY_NODE:
+            found.append((node, kind.value))
+        return found
+
+    def copies(self, graph: int) -> list[tuple[int, CopyParams]]:
+        """All copies of a graph: the node and its operands."""
+        found = []
+        for node, kind in self.nodes(graph):
+            if kind == MEMCPY_NODE:
                 params = CopyParams()
                 check_code(self._params(node, ctypes.addressof(params)), "cuGraphMemcpyNodeGetParams")
                 found.append((node, params))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octopipe.runtime.stages.graph_driver import CopyNode, GraphDriver
+from octopipe.runtime.stages.graph_driver import NODE_KINDS, CopyNode, GraphDriver
 from octopipe.runtime.torch_private import current_raw_stream
 from octopipe.runtime.wire.driver import Driver, check_code
 
@@ -55,6 +55,12 @@ class Graph:
             raise RuntimeError(f"a captured copy is not among the {len(found)} copies of its graph")
         executable, context = self._graph.raw_cuda_graph_exec(), self._driver.context()
         return [CopyNode(self._driver, executable, *found[pair], context) for pair in wanted]
+
+    def node_counts(self) -> dict[str, int]:
+        """How many nodes of each kind the graph has: what its launch takes depends on them. Empty if not known."""
+        driver = self._driver
+        kinds = [] if driver is None else [kind for _, kind in driver.nodes(self._graph.raw_cuda_graph())]
+        return {NODE_KINDS.get(kind, f"kind {kind}"): kinds.count(kind) for kind in sorted(set(kinds))}
 
     def _copies(self) -> list[tuple[int, Any]]:
         assert self._driver is not None

@@ -207,9 +207,11 @@ class TrainJob:
         predicts = getattr(self.spec, "untrained_predictions", 0)
         if predicts and plan.num_layers == self.spec.num_layers + predicts:
             return (
-                f"{words}the plan counts its multi-token prediction ({predicts}), which this run does not train; plan "
-                "without it (set num_nextn_predict_layers to 0 in a copy of the config), or plan a profile"
+                f"{words}the plan counts its multi-token prediction as a config says it; plan the layers that run: "
+                "octopipe profile --mtp, then tune the profile and train with --mtp"
             )
+        if predicts and plan.num_layers == self.spec.num_layers + 2 * predicts:
+            return f"{words}the plan was made with its multi-token prediction; add --mtp"
         if hasattr(self.spec, "class_name"):
             return f"{words}plan its own layers: octopipe profile, then tune the profile"
         return f"{words}train the plan's own model (--scale and --layers as it was planned)"

@@ -21,6 +21,7 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.forecast import GIB, PROCESS_BYTES, UNFIT
 from octopipe.runtime.measure.host_memory import free_host_bytes
 from octopipe.runtime.measure.layer_sizes import layer_activations, layer_parameters
+from octopipe.runtime.precision import has_main_gradients
 from octopipe.runtime.training.job import TrainJob
 from octopipe.search.systems import build_plan
 
@@ -45,7 +46,7 @@ def host_bytes_per_parameter(job: TrainJob) -> float:
     """What a run with optimizer state in host memory keeps there: the state, the tensor that is updated, and the buffer
     through which gradients come."""
     width = 8.0 if job.mode.precision == "fp64" else 4.0
-    copies = width if job.mode.precision == "bf16-main-fp32" else 2 * width  # there, the state includes the master
+    copies = width if has_main_gradients(job.mode.precision) else 2 * width  # there, the state includes the master
     shards = job.dp if job.shard_optimizer else 1
     return job.offload_optimizer * (state_bytes_per_parameter(job) + copies / shards)
 

@@ -83,8 +83,8 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
         )
     if any(isinstance(layer, Mtp) for layer in spec.layers):
         raise OctoPipeError(
-            "`octopipe train` trains no multi-token prediction, and this split counts on it; plan a config without "
-            "num_nextn_predict_layers"
+            "`octopipe train` needs a plan of its own layers for multi-token prediction: octopipe profile --mtp, then "
+            "tune the profile"
         )
     if setup.recompute != "none":
         raise OctoPipeError(

@@ -23,6 +23,8 @@ from octopipe.views.reproduce.store import Shelf, read_kept, write_kept
 
 COMMAND = "octopipe reproduce all --page docs/reproduction.md"
 ROWS, PLANS, APPENDIX = "rows.json", "plans.b85", "appendix.md"
+LEAST = 1e-12
+"""No number of the page means anything below this."""
 
 
 def preface(options: Options, *, complete: bool) -> list[str]:
@@ -83,13 +85,14 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
 
 
 def rounded(value: Any) -> Any:
-    """The value with 12 significant digits of every number: processors differ in the last ones, pages must not.
+    """The value with 12 significant digits of every number, and zero for what is left of a difference of equals:
+    processors differ in the last digits, pages must not.
 
     >>> rounded({"ms": [1.1489007392538901, 1.1489007392538904], "rounds": 7})
     {'ms': [1.14890073925, 1.14890073925], 'rounds': 7}
     """
     if isinstance(value, float):
-        return float(f"{value:.12g}")
+        return float(f"{value:.12g}") if abs(value) >= LEAST else 0.0
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, list | tuple) else value

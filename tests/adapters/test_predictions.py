@@ -1,0 +1,143 @@
+"""Multi-token prediction of transformers' families: trained as a stack of its own, or told that it is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from hf_families import tiny_config  # noqa: E402
+from hf_twins import grads_of, make  # noqa: E402
+
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.cli import main  # noqa: E402
+from octopipe.huggingface import layers  # noqa: E402
+from octopipe.huggingface.predictions import prediction_layers, with_predictions  # noqa: E402
+from octopipe.huggingface.source import model_class  # noqa: E402
+from octopipe.huggingface.weights import first_names  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no prediction layers"
+)
+FLAGS = ["--steps", "2", "--seq", "12", "--no-measure", "--micro-batches", "2", "--json"]
+
+
+def predicting(family: str, count: int) -> Any:
+    config = tiny_config(family)
+    config.num_mtp_layers = count
+    assert prediction_layers(config) == count
+    return config
+
+
+def by_hand(whole: Any, ids: Any, weight: float) -> Any:
+    """The loss as DeepSeek-V3's report has it, from the modules alone."""
+    body, more = whole.main.model, whole.predictions
+    tokens, hidden = ids.shape[1], body(input_ids=ids, use_cache=False).last_hidden_state
+    entropy = torch.nn.functional.cross_entropy
+    losses = [entropy(whole.main.lm_head(hidden[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())]
+    for k, layer in enumerate(more.layers, 1):
+        ahead = torch.cat((ids[:, k:], torch.zeros_like(ids[:, :k])), 1)
+        joined = torch.cat((layer.enorm(body.embed_tokens(ahead)), layer.hnorm(hidden)), -1)
+        places = torch.arange(k, tokens + k)[None]
+        mask = torch.full((tokens, tokens), float("-inf"), dtype=hidden.dtype).triu(1)[None, None]
+        rotary = body.rotary_emb(joined, position_ids=places)
+        out = layer.mtp_block(
+            layer.eh_proj(joined), attention_mask=mask, position_ids=places, position_embeddings=rotary
+        )
+        hidden = layer.post_norm(out)
+        logits = whole.main.lm_head(hidden[:, : tokens - k - 1]).float().flatten(0, 1)
+        losses.append(entropy(logits, ids[:, k + 1 :].flatten()))
+    return losses[0] + weight * sum(losses[1:]) / (len(losses) - 1)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_pieces_one_after_another_have_the_loss_and_gradients_of_the_modules(family: str) -> None:
+    config = predicting(family, 2)
+    parts = layers(copy.deepcopy(config), dtype=torch.float64, predictions=0.3)
+    assert parts.stacks.count("predictions.layers") == 2 and parts.class_name == model_class(config).__name__
+    pieces = [make(parts, k) for k in range(len(parts))]
+    plain = model_class(config)._from_config(config, dtype=torch.float64, experts_implementation="eager")
+    whole = with_predictions(plain.train(), 0.3)
+    with torch.no_grad():
+        for k, piece in enumerate(pieces):
+            for name, parameter in piece.named_parameters():
+                whole.get_parameter(parts.name_in_model(k, name)).copy_(parameter)
+    ids = torch.randint(3, 90, (3, 12), generator=torch.Generator().manual_seed(2))
+    theirs = by_hand(whole, ids, 0.3)
+    theirs.backward()
+    value: Any = {"input_ids": ids}
+    for piece in pieces:
+        value = piece(value)
+    mine = parts.loss_fn(value, ids)
+    mine.backward()
+    assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
+    first, total = first_names(whole), dict[str, Any]()
+    for k, piece in enumerate(pieces):
+        for name, grad in grads_of(piece.named_parameters()).items():
+            key = first[parts.name_in_model(k, name)]
+            total[key] = total[key] + grad if key in total else grad
+    expected = grads_of(whole.named_parameters())
+    assert total.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(total[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_ranks_train_predictions_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predicting("deepseek_v3", 1).save_pretrained(tmp_path)
+    model, found = str(tmp_path / "config.json"), {}
+    for ranks, more in ((1, ["--mtp"]), (2, ["--mtp"]), (1, [])):
+        assert main(["train", model, "--nproc", str(ranks), *FLAGS, *more]) == 0
+        heard = capsys.readouterr()
+        found[ranks, bool(more)] = json.loads(heard.out)
+        assert ("multi-token-prediction layer" in heard.err) == (not more)
+    one, two, without = found[1, True], found[2, True], found[1, False]
+    assert "multi-token prediction (weight 0.3)" in one["layers"]
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-6)
+    assert one["losses"][0] > 1.2 * without["losses"][0]
+
+
+def test_what_is_left_out_is_told_and_plans_of_it_say_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicting("deepseek_v3", 1).save_pretrained(tmp_path)
+    model, plan = str(tmp_path / "config.json"), str(tmp_path / "plan.json")
+    assert main(["train", model, "--nproc", "1", *FLAGS, "--own-layers"]) == 0
+    assert "has 1 multi-token-prediction layer, and octopipe's own layers have none" in capsys.readouterr().err
+    asked = ["--pp", "1", "--micro-batches", "2", "--seq", "64", "--budget", "1s", "-o", plan]
+    assert main(["tune", model, *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tune a profile (octopipe profile --mtp)" in said and f"octopipe train {model}" not in said
+    assert main(["train", model, "--plan", plan, "--no-measure"]) == 2
+    assert "octopipe profile --mtp, then tune the profile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "flags", "why"),
+    [
+        ("deepseek_v3", 1, ["--mtp", "0"], "gives the predictions no weight"),
+        ("deepseek_v3", 1, ["--mtp", "--own-layers"], "octopipe's own layers predict one token"),
+        ("llama", 0, ["--mtp"], "LlamaForCausalLM: its config has no multi-token-prediction layers"),
+    ],
+)
+def test_predictions_that_cannot_be_trained_are_refused(
+    family: str, count: int, flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(family)
+    if count:
+        config.num_mtp_layers = count
+    config.save_pretrained(tmp_path)
+    assert main(["train", str(tmp_path / "config.json"), "--nproc", "1", *FLAGS, *flags]) == 2
+    err = capsys.readouterr().err.strip()
+    assert why in err and len(err.splitlines()) == 1
+
+
+def test_a_config_that_does_not_describe_its_predictions_is_refused() -> None:
+    config = tiny_config("nemotron_h")
+    config.num_nextn_predict_layers = 1
+    with pytest.raises(OctoPipeError, match="transformers cannot make the multi-token-prediction layers of NemotronH"):
+        layers(config, predictions=0.3)
