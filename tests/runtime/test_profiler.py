@@ -183,6 +183,19 @@ def test_a_loss_that_shards_cannot_make_leaves_them_unmeasured() -> None:
     assert ring.measure(1, 0, ()).shards == {}
 
 
+class Unshared(Rows):
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        raise KeyError("a head of somebody else")
+
+
+def test_a_head_that_cannot_be_cut_is_profiled_all_the_same() -> None:
+    target = torch.zeros(3, dtype=torch.int64)
+    ring = LayerRing([*linears(2, 4), Unshared(8, 0, 0.005)], torch.zeros(3, 4), nn.functional.cross_entropy, target)
+    ring._ranks = 2
+    measured = ring.measure(1, 0, ())
+    assert measured.loaded_ms[-1, 0] >= 5 and measured.shards == {}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
