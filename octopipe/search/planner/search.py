@@ -129,6 +129,7 @@ class _Run:
         say: Say | None,
         published: bool,
     ):
+        base, runtime = runtime.settled(base), runtime.of_model(spec)
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         if beyond := [f"{size} {fixed[size]}" for size, most in runtime.most.items() if fixed.get(size, 0) > most]:
@@ -152,6 +153,11 @@ class _Run:
         )
         self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
+        if not self.every and fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
+            raise OctoPipeError(
+                f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
+                f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes make of it, or pp 1"
+            )
         if not self.every:
             given = ", ".join(f"{k} {v}" for k, v in fixed.items())
             raise OctoPipeError(
