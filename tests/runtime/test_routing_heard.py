@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.nn.functional import all_to_all_single  # noqa: E402
 
@@ -20,7 +21,6 @@ from octopipe.models import layers as spec  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
 from octopipe.runtime.measure.routing import routing_heard  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
-from tests.helpers.ranks import Ranks  # noqa: E402
 
 
 def tokens_of(choose: Any, x: Any) -> tuple[float, ...]:
