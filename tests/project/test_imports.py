@@ -122,22 +122,6 @@ def late():
     }  # fmt: skip
 
 
-FOLDERS = ("tests", "benchmarks", "scripts", "examples")
-
-
-def test_no_file_imports_a_folder_of_the_repository_as_a_package() -> None:
-    """The root is on the path of a shell that was set up so, and not on that of a fresh clone: helpers are imported by
-    the names that pyproject.toml's `pythonpath` gives them."""
-    found = []
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [str(node.module)]
-            found += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.split(".")[0] in FOLDERS]
-    assert found == []
-
-
 SLOW_TO_IMPORT = ("megatron", "torch._dynamo", "torch._inductor", "tensorboard", "datasets", "wandb")
 
 

@@ -12,7 +12,6 @@ from ranks import Ranks
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.nn.functional import all_to_all_single  # noqa: E402
 
