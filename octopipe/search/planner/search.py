@@ -22,7 +22,7 @@ from octopipe.search.planner.commands import command_lines, runs_on
 from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.splits import Split, least_state_bytes, splits
+from octopipe.search.planner.splits import Split, least_state_bytes, splits, why_no_split
 from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
@@ -153,17 +153,8 @@ class _Run:
         )
         self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
-        if not self.every and fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
-            raise OctoPipeError(
-                f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
-                f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes make of it, or pp 1"
-            )
         if not self.every:
-            given = ", ".join(f"{k} {v}" for k, v in fixed.items())
-            raise OctoPipeError(
-                f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
-                + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
-            )
+            raise OctoPipeError(why_no_split(spec.name, gpus, global_batch, fixed))
         self.kept: list[Candidate] = []
         self.judged = 0
         self.left_ms: float | None = None
