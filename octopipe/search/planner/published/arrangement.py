@@ -19,24 +19,14 @@ from octopipe.costs.analytic.flops import model_flops
 from octopipe.costs.analytic.layer_pricing import HIDDEN_COST
 from octopipe.costs.cluster.hardware import INTER_LATENCY_MS, INTRA_LATENCY_MS, Link, Network, gpu
 from octopipe.costs.cluster.setup import Setup
-from octopipe.costs.table import CostTable
+from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.published.meshes import Devices, Floats, LayerPrices, Mesh, MeshPricer
 from octopipe.search.systems.layer_ranges import one_f_one_b_plan
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
 
-COLUMNS = (
-    "forward_ms",
-    "input_ms",
-    "weight_ms",
-    "activation_bytes",
-    "stash_bytes",
-    "static_bytes",
-    "boundary_bytes",
-    "workspace_bytes",
-    "optimizer_ms",
-)
+COLUMNS = tuple(name for name in PER_LAYER if name != "gradient_bytes")
 """Of the cost table; gradients are reduced inside a stage's mesh, whose time is with the optimizer's."""
 
 
