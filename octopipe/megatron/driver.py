@@ -131,7 +131,9 @@ class PlanDriver:
     def _open(self, models: Sequence[Any], group: Any) -> None:
         rank = group.rank()
         if group.size() != self.plan.num_ranks:
-            raise OctoPipeError(f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}")
+            raise OctoPipeError(
+                f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}; use as many"
+            )
         self._check_models(models, rank)
         world = World(group if group.size() > 1 else None)
         parameter = next((p for m in models for p in m.parameters()), None)

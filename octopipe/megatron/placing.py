@@ -25,7 +25,9 @@ def for_megatron(plan: Plan) -> Plan:
     """
     plan.check()
     if plan.forks:
-        raise OctoPipeError("Megatron-Core's chunks form one chain; this plan's paths fork or join")
+        raise OctoPipeError(
+            "Megatron-Core's chunks form one chain; this plan's paths fork or join: use `octopipe train`"
+        )
     if plan.offloads:
         raise OctoPipeError(
             "activations of Megatron-Core's chunks are not moved to host memory here, which this plan needs to fit; "

@@ -65,7 +65,7 @@ class Pinned:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise OctoPipeError(
-                f"the host gives no {nbytes / 2**20:.0f} MiB more of pinned memory for offloaded activations "
+                f"the host cannot provide {nbytes / 2**20:.0f} MiB more of pinned memory for offloaded activations "
                 f"({' '.join(str(error).split())[:120]}); use a plan that offloads less, or none"
             ) from None
         self.read: Any = None

@@ -34,7 +34,7 @@ def with_chunks(setting: Setting, name: str, make: Callable[[CostTable, int, int
             raise OctoPipeError(f"{name}: chunks is {chunks}; give a whole number of stages per rank")
         return make(costs, p, m, chunks)
     most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, name, f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    require(most >= 2, name, f"{costs.num_layers} layers are too few for two stages on each of {p} ranks")
     return _best_of([make(costs, p, m, v) for v in range(2, most + 1)], costs)
 
 
@@ -68,7 +68,7 @@ def interleaved_overlap(setting: Setting) -> Plan:
     require(m % p == 0, name, f"{m} micro-batches are not a multiple of pp {p}")
     chunks = setting.option("chunks", None)
     most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, name, f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    require(most >= 2, name, f"{costs.num_layers} layers are too few for two stages on each of {p} ranks")
     if chunks is not None:
         if not isinstance(chunks, int) or not 2 <= chunks <= costs.num_layers // p:
             raise OctoPipeError(f"{name}: chunks is {chunks}; give 2 to {costs.num_layers // p} stages per rank")
