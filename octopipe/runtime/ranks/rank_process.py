@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -128,6 +129,7 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         pipe.close()
         sys.stderr.flush()
         clear_shared_memory(os.getpid())
+        give_back_semaphores()
         # Threads of a broken process group would keep a failed rank from ending.
         os._exit(0 if good else 1)
 
@@ -155,6 +157,15 @@ def clear_shared_memory(pid: int) -> None:
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def give_back_semaphores() -> None:
+    """What an ordinary end of the process does with the locks that libraries made (a progress bar of `datasets` makes
+    two). A process that ends at once leaves them to Python's resource tracker, which warns about each."""
+    finalize = getattr(multiprocessing.util, "_run_finalizers", None)
+    if finalize is not None:
+        with contextlib.suppress(Exception):
+            finalize(0)
 
 
 def described(error: BaseException) -> str:
