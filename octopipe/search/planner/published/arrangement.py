@@ -54,7 +54,7 @@ class StageChoice:
     start: int
     """Number of its first GPU."""
     again: int = 0
-    """Of its layers, so many from its first on keep only their input."""
+    """Number of its first layers that keep only their input."""
     offload: Offload = Offload()
 
     @property
@@ -94,12 +94,12 @@ class Arrangement:
     system: str
     stages: tuple[StageChoice, ...]
     samples: int
-    """Of one micro-batch, over all replicas of a stage."""
+    """Samples of one micro-batch over all replicas of a stage."""
     micro_batches: int
     objective_ms: float
     devices: Devices
     in_flight: tuple[int, ...] = ()
-    """Micro-batches a stage holds at most; empty: as in 1F1B."""
+    """The largest number of micro-batches that each stage holds; empty if it is that of 1F1B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +252,7 @@ class HostTraffic:
     """What offloading moves, per direction of the host's link."""
 
     each_ms: float
-    """Per micro-batch."""
+    """Milliseconds per micro-batch."""
     once_ms: float
     """Per step, beside the first micro-batch."""
     static_bytes: Floats
@@ -281,7 +281,7 @@ def overlapped(compute_ms: float, moved_ms: float) -> float:
 
 
 def hop_ms(pricer: MeshPricer, devices: Devices, a: StageChoice, b: StageChoice) -> float:
-    """Activation from a to b and gradient back."""
+    """The time of an activation from a to b and of its gradient back."""
     nbytes = max(float(pricer.price(x.mesh).boundary_bytes[a.stop - 1]) for x in (a, b))
     return 2 * link_between(devices, a, b).transfer_ms(nbytes)
 
