@@ -31,7 +31,7 @@ CLEANING_S = 5.0
 
 
 def unheard(_: Any) -> None:
-    """Nobody listens."""
+    """Ignores every report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class Seat:
     local_rank: int
     """Index among the ranks of this machine, which selects the GPU."""
     tell: Callable[[Any], None] = field(default=unheard)
-    """Send a word of plain values to whoever started the run; only the first rank's are heard."""
+    """Send a message of plain values to the process that started the run. Only messages of the first rank are passed
+    on."""
 
 
 class RankError(OctoPipeError):
@@ -74,7 +75,7 @@ CHATTER = (
     ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
     "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
 )
-"""Warnings that a user can do nothing about."""
+"""Warnings that are suppressed because a user cannot act on them."""
 
 
 def _quiet() -> None:
@@ -146,7 +147,8 @@ def load_kernels_early() -> None:
 
 
 def stay_local() -> None:
-    """All ranks are on this host: what they listen on, nobody else can reach. A user's own choice stands."""
+    """Make ranks that are all on this host listen on the loopback interface only, unless the user has chosen another
+    one."""
     loopback = next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -177,7 +179,8 @@ def _suppressed(finalize: Callable[[int], None]) -> None:
 
 
 def described(error: BaseException) -> str:
-    """One line; what is not a mistake that we foresaw says where it is (and all of it with OCTOPIPE_TRACE=1)."""
+    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACE=1 adds the
+    traceback."""
     from octopipe.runtime.wire.telling import peer_words
 
     if os.environ.get("OCTOPIPE_TRACE"):
