@@ -21,6 +21,7 @@ from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Moe
 from octopipe.models.zoo import preset
+from octopipe.search.planner.budget import Budget
 from octopipe.search.planner.choice import complexity, simplest
 from octopipe.search.planner.commands import command_lines, runs_on
 from octopipe.search.planner.megatron_line import MegatronLine, megatron_line
@@ -28,6 +29,7 @@ from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import search
 from octopipe.search.planner.splits import Split, splits
+from octopipe.search.planner.tuning import schedules
 
 MODELS = ("llama3-8b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3", "nemotron-h-8b", "glm-4.5-air", "kimi-k2")
 
@@ -213,6 +215,22 @@ def test_overlapped_exchanges_get_many_connections() -> None:
     found = pricer.simulated(Split(**sizes), "none")
     assert found.how == "interleaved-overlap"
     assert megatron_line(found, spec).environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def test_pairs_are_promised_only_where_both_ops_run_at_once() -> None:
+    spec = preset("qwen3-30b-a3b")
+    sizes = {"tp": 1, "cp": 1, "ep": 8, "pp": 4, "dp": 8, "vp": 1, "micro_batch_size": 1, "zero": 1}
+    pricer = Pricer(spec, base(seq=4096, memory_gib=(500.0,)), 128)
+    found = pricer.scheduled(Split(**sizes), "dualpipev")
+    assert found is not None and found.plan is not None and found.plan.pairs
+    lines = command_lines(found, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
+    assert "one after the other" in lines["torchtitan"] and "OVERLAP_F_B" in lines["torch"]
+    assert "dualpipev" not in RUNTIMES["torchtitan"].overlaps
+    budget = Budget(seconds=1e6)
+    found_for = {pairs: schedules(pricer, found, budget, pairs=pairs) for pairs in (True, False)}
+    assert "dualpipev" in {c.how for c in found_for[True]} and not any(
+        c.plan is not None and c.plan.pairs for c in found_for[False]
+    )
 
 
 def test_sharded_weights_in_a_pipeline_are_refused_by_name() -> None:

@@ -139,6 +139,8 @@ def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | No
         mesh += f", the first {candidate.setup.offload_layers} blocks under torch.autograd.graph.save_on_cpu"
     if split.pp == 1:
         return f"{start} train.py  # your own script: {mesh}; no pipeline"
+    if candidate.plan is not None and candidate.plan.pairs:
+        mesh += ", a function registered for OVERLAP_F_B that runs both ops of a pair at once"
     export = f"octopipe export {needs_file(plan_file)} --to pytorch -o schedule.csv"
     return f"{export} && {start} train.py  # your own script: {mesh}; its schedule reads schedule.csv"
 
@@ -188,6 +190,11 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         raise OctoPipeError("torchtitan's expert ranks hold whole experts; plan with --for torchtitan, or --etp 1")
     if setup.recompute == "full" and setup.recompute_layers is not None:
         raise OctoPipeError("torchtitan checkpoints every block or none; give --recompute full or none")
+    if candidate.plan is not None and candidate.plan.pairs:
+        raise OctoPipeError(
+            "torchtitan runs the two ops of a pair one after the other, and this split counts on both at once; plan "
+            "with --for torchtitan"
+        )
     predicts = any(isinstance(layer, Mtp) for layer in spec.layers)
     if predicts and split.pp * split.cp > 1:
         raise OctoPipeError(

@@ -41,6 +41,8 @@ class Runtime:
     """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
     overlaps: tuple[str, ...] = ()
     """Schedules in which it hides the experts' exchange behind the other direction's computation."""
+    runs_pairs: bool = True
+    """Whether the ops of a pair can run at the same time."""
     trains: tuple[str, ...] = ()
     """What it can train besides all weights: `lora` (adapters), `frozen` (a model with some layers frozen)."""
     offloads: tuple[str, ...] = ()
@@ -137,7 +139,9 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             most={"etp": 1},  # its expert ranks hold whole experts
             most_with_predictions={"pp": 1, "cp": 1},
             target="torch",
-            overlaps=("dualpipev",),
+            # PyTorch runs the two ops of OVERLAP_F_B one after the other unless a function is registered for it, and
+            # torchtitan registers one in its experimental graph_trainer alone.
+            runs_pairs=False,
             trains=("lora",),
             checkpoints="all",
             gradients=("fp32",),  # training.mixed_precision_reduce has no other value

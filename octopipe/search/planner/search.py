@@ -225,7 +225,7 @@ class _Run:
 
     def _scheduled(self, begun: Candidate) -> None:
         self.scheduled.add(begun.split)
-        self.simulated += schedules(self.pricer, begun, self.budget)
+        self.simulated += schedules(self.pricer, begun, self.budget, pairs=self.runtime.runs_pairs)
 
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""
