@@ -242,6 +242,7 @@ def test_deepspeeds_settings_are_json_with_the_batch_that_was_priced() -> None:
         gradients = {4.0: "fp32", 2.0: "bf16"}[setup.gradient_bytes]
         assert settings["data_types"] == {"grad_accum_dtype": gradients}, "with ZeRO its default is bf16"
         assert ("matrix products in" in line) == (setup.precision != "bf16")
+        assert ("recomputation" in line or "checkpointed layers" in line) == (setup.recompute != "none")
 
 
 def parsed_by(parser: str, given: list[Any]) -> None:

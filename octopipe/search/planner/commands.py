@@ -280,9 +280,9 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
         f'"data_types": {{"grad_accum_dtype": "{gradients_of(candidate)}"}}}}'
     )
     pipeline = f"PipelineModule(num_stages={split.pp})" if split.pp > 1 else "no PipelineModule"
-    script = (
-        f"your own script, {pipeline}, tp {split.tp}{untrained(candidate)}{numbers(candidate)}; ds.json: {settings}"
-    )
+    again = f", {recomputed(candidate)}" if setup.recompute != "none" else ""
+    words = f"{pipeline}, tp {split.tp}{again}{untrained(candidate)}{numbers(candidate)}"
+    script = f"your own script, {words}; ds.json: {settings}"
     return f"{torchrun(candidate)} train.py --deepspeed ds.json  # {script}"
 
 
