@@ -244,3 +244,16 @@ def test_torchtitan_plans_multi_token_prediction_without_a_pipeline() -> None:
     assert found and {(s.pp, s.cp) for s in found} == {(1, 1)}
     plain = preset("llama3-8b")
     assert titan.of_model(plain) is titan
+
+
+def test_all_to_alls_divide_the_heads_of_keys_and_values_too() -> None:
+    """Transformer Engine stops at a model of 8 key-value heads over tp 2 and cp 8; no parser does."""
+    spec, cluster = preset("llama3-8b"), base(seq=32768, cp_kind="ulysses")
+    found = list(splits(spec, cluster, gpus=32, global_batch=8, runtime=RUNTIMES["megatron"]))
+    assert found and all(8 % (s.tp * s.cp) == 0 for s in found if s.cp > 1) and any(s.cp > 1 for s in found)
+    sizes = {"tp": 2, "cp": 8, "ep": 1, "pp": 1, "dp": 2, "vp": 1, "micro_batch_size": 1, "zero": 1}
+    split = Split(**sizes)
+    with pytest.raises(OctoPipeError, match="8 of them do not divide over tp 2 x 8"):
+        megatron_line(Pricer(spec, cluster, 8).simulated(split, "none"), spec)
+    near = Pricer(spec, base(seq=32768, cp_kind="hierarchical"), 8).simulated(split, "none")
+    assert "--hierarchical-context-parallel-sizes 4 2" in megatron_line(near, spec).flags

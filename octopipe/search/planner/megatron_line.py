@@ -79,7 +79,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
         *_layout(candidate, spec),
-        *_context(candidate),
+        *_context(candidate, spec),
     ]
     cluster = setup.cluster()
     if split.ep > 1 or (experts and split.tp > 1):
@@ -159,7 +159,7 @@ def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
     return [f"--moe-router-num-groups {nodes} --moe-router-group-topk {setup.nodes_per_token}"]
 
 
-def _context(candidate: Candidate) -> list[str]:
+def _context(candidate: Candidate, spec: ModelSpec) -> list[str]:
     """The flags for context parallelism and for how it exchanges keys and values; a ring is Megatron-LM's default."""
     split, setup = candidate.split, candidate.setup
     if split.cp == 1:
@@ -168,9 +168,18 @@ def _context(candidate: Candidate) -> list[str]:
     kinds = {"all-gather": "all_gather", "ulysses": "a2a", "hierarchical": "a2a+p2p"}
     if setup.cp_kind in kinds:
         flags.append(f"--cp-comm-type {kinds[setup.cp_kind]}")
+    near = split.cp
     if setup.cp_kind == "hierarchical":
         near = nearby(setup.cluster(), split.cp, split.tp)
         flags.append(f"--hierarchical-context-parallel-sizes {near} {split.cp // near}")
+    if setup.cp_kind in ("ulysses", "hierarchical"):
+        # Transformer Engine's rule, which no parser checks.
+        heads = {part.kv_heads for layer in spec for part in layer.parts if isinstance(part, Attention)}
+        if any(number % (split.tp * near) for number in heads):
+            raise OctoPipeError(
+                f"Transformer Engine's all-to-all divides key-value heads too, and {min(heads)} of them do not divide "
+                f"over tp {split.tp} x {near} GPUs; give a smaller cp, or --cp-kind ring"
+            )
     return flags
 
 

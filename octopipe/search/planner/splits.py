@@ -94,8 +94,9 @@ def splits(
     experts, widths = [part.experts for part in routed], sorted({part.ffn for part in routed})
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
-    # All-to-alls divide heads over the context-parallel group as well.
-    heads = [getattr(part, "heads", 0) for layer in spec for part in layer.parts] if base.cp_kind == "ulysses" else []
+    # All-to-alls divide heads over the context-parallel group as well, those of keys and values too.
+    names = ("heads", "kv_heads") if base.cp_kind == "ulysses" else ()
+    heads = [getattr(part, name, 0) for layer in spec for part in layer.parts for name in names]
 
     def allowed(name: str, values: list[int]) -> list[int]:
         most = runtime.most.get(name)
