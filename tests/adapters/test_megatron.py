@@ -256,7 +256,7 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
         *(_random(seed, 4, recompute=False) for seed in range(3)),
         _random(9, 2, recompute=False),
     ]
-    if not WHOLE:
+    if not WHOLE and kind != "hybrid":  # which runs few of them in any case
         plans = plans[:3] + plans[4::2]
     if kind == "hybrid":
         plans = [p for p in plans if _has_blocks_in_every_stage(p)]
