@@ -10,6 +10,7 @@ from ranks import PATIENCE_S
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from injected_loss import InjectedLoss  # noqa: E402
 from torch import nn  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
@@ -20,19 +21,6 @@ from octopipe.search.systems import build_plan  # noqa: E402
 
 WIDTH, COUNT, LAYERS, EXPERTS, WEIGHT = 6, 4, 6, 2, 0.3
 TOLERANCE = 1e-12
-
-
-class Inject(torch.autograd.Function):
-    """A loss that joins the graph without being part of the loss's value (Megatron's and DeepSeek's way)."""
-
-    @staticmethod
-    def forward(ctx, x, loss, scale):
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, gradient.new_full((), ctx.scale), None
 
 
 class Routed(nn.Module):
@@ -56,7 +44,7 @@ class Routed(nn.Module):
         done = self._experts(flat[order], torch.bincount(choice, minlength=EXPERTS))[torch.argsort(order)]
         out = x + torch.tanh(done * share.gather(1, choice[:, None])).view_as(x)
         if self.way == "injected":
-            return Inject.apply(out, aux, self.scale)
+            return InjectedLoss.apply(out, aux, self.scale)
         if self.way == "returned":
             return out, before + aux
         if self.way == "attribute":
