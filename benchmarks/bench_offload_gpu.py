@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from one_line import needs_device, start
+from op_times import by_kind
 
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import llama
@@ -124,6 +125,7 @@ def measured(work: Any, plan: Any, world: Any, profile: Any, args: argparse.Name
         "to_host_gib_a_step": [b / GIB / steps for b, _ in moved],
         "pinned_gib": [b / GIB for _, b in moved],
         "loss": trial.loss,
+        "ops": by_kind(plan, expected, trial.timeline),
     }
 
 

@@ -246,7 +246,7 @@ def run_cut_heads(world, jobs):
                 start = pipe.layers.modules[int(name.split(".")[0])].shard_start
                 wanted = wanted[start : start + p.shape[0]]
             worst = max(worst, float((p.grad - wanted).abs().max()))
-        away = max(abs(found - float(total)), abs(evaluated - float(total)), abs(found_norm - norm))
+        away = max(abs(found - total.item()), abs(evaluated - total.item()), abs(found_norm - norm))
         out.append(((seed, kind, embedding), worst, away))
         pipe.zero_grad()
     return out
@@ -521,7 +521,7 @@ def run_mtp(world):
     worst = max((float((p.grad - expected[id(p)]).abs().max()) for _, p in pipe.named_parameters()), default=0.0)
     with pytest.raises(OctoPipeError, match="ends with layer 6"):
         Pipeline(layers, plan, PathLosses({4: loss_fn}), group=world, timeout_s=PATIENCE_S)
-    return worst, abs(found - float(total))
+    return worst, abs(found - total.item())
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -27,6 +27,10 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 
 
+CLEANING_S = 5.0
+"""The most that a rank which has done its work spends on what libraries leave behind."""
+
+
 def unheard(_: Any) -> None:
     """Nobody listens."""
 
@@ -171,11 +175,18 @@ def clear_shared_memory(pid: int) -> None:
 
 def give_back_semaphores() -> None:
     """What an ordinary end of the process does with the locks that libraries made (a progress bar of `datasets` makes
-    two). A process that ends at once leaves them to Python's resource tracker, which warns about each."""
+    two). A process that ends at once leaves them to Python's resource tracker, which warns about each. Some of what runs
+    here waits for processes that a library started; it gets `CLEANING_S`, so that no rank stays for it."""
     finalize = getattr(multiprocessing.util, "_run_finalizers", None)
     if finalize is not None:
-        with contextlib.suppress(Exception):
-            finalize(0)
+        cleaning = threading.Thread(target=_suppressed, args=(finalize,), daemon=True)
+        cleaning.start()
+        cleaning.join(CLEANING_S)
+
+
+def _suppressed(finalize: Callable[[int], None]) -> None:
+    with contextlib.suppress(BaseException):
+        finalize(0)
 
 
 def described(error: BaseException) -> str:
