@@ -49,12 +49,32 @@ def simulate(
     match(plan, costs)
     if check and not lowered_here:  # lowering has proven its own
         prove_deadlock_free(program)
+    duration = program.node_ms(op_durations(plan, costs))
+    times = _engine.longest_path(topological_order(program.preds), program.preds, duration)
+    return timeline_of(program, costs, *times, label=label)
+
+
+def timeline_of(
+    program: Program,
+    costs: CostTable,
+    start: Floats,
+    end: Floats,
+    binding: NDArray[np.int32],
+    *,
+    overhead_ms: float = 0.0,
+    label: str = "",
+) -> Timeline:
+    """The Timeline of a program from the times of all its nodes, with memory and what follows the pipeline.
+
+    `overhead_ms`: what an op costs beside its layers. It passes after the op, before the next op starts and its tensor
+    leaves, and is no part of the op's span.
+    """
+    plan = program.plan
     t = plan.table()
     computes = t.stage.size
-    duration = program.node_ms(op_durations(plan, costs))
-    start, end, binding = _engine.longest_path(topological_order(program.preds), program.preds, duration)
     start = pairs_start_together(t, start)
-    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], end[:computes])
+    ended = np.maximum(end[:computes] - overhead_ms, start[:computes]) if overhead_ms else end[:computes]
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], ended)
     nodes = computes + program.num_transfers
     transfers = Transfers(
         program.source,
