@@ -33,7 +33,9 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+# Every worker, and the server that it forks ranks from, would compile all modules of a fresh clone at the same time.
 unit: $(VENV)/.test
+	@$(BIN)/python -m compileall -q octopipe
 	$(BIN)/pytest -n 3 --dist worksteal
 
 # Which lines the quick tests run; the report is in out/coverage.

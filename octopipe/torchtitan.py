@@ -84,6 +84,14 @@ def pipelining_fn(plan: Plan, *, costs: CostTable | None = None) -> Callable[...
 
 
 def _check_micro_batches(plan: Plan, training: Any, parallelism: Any) -> None:
+    """Raise unless torchtitan makes as many micro-batches as the plan has; releases up to 0.3 count sequences."""
+    given = getattr(parallelism, "num_pp_microbatches", None)
+    if given is not None:
+        if given != plan.num_micro_batches:
+            raise OctoPipeError(
+                f"num_pp_microbatches is {given}, the plan has {plan.num_micro_batches} micro-batches; set it to that"
+            )
+        return
     size = parallelism.pipeline_parallel_microbatch_size
     if training.local_batch_size != size * plan.num_micro_batches:
         raise OctoPipeError(

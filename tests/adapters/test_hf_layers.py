@@ -58,7 +58,7 @@ def test_layers_one_after_another_are_the_model(family: str) -> None:
     assert chained(family) < 1e-6
 
 
-@pytest.mark.parametrize("family", some(IN_RANKS, 3))
+@pytest.mark.parametrize("family", some(IN_RANKS, 2))
 def test_pipelines_give_the_unsplit_models_loss_and_gradients(family: str) -> None:
     found = pipeline_differences(shared_ranks(2), family, plans(), padded=family != "nemotron_h")
     assert max(found.values()) < 1e-6, found

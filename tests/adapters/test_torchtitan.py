@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import random
+import runpy
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 from octopipe import torchtitan  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.cli import main  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.file import save_plan  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.views.export.torchtitan import titan_settings  # noqa: E402
 
@@ -159,7 +165,7 @@ def test_settings_without_the_hook_or_why_not(tmp_path):
     assert found.schedule == "PipelineScheduleMulti"
     assert found.parts[0] == ("tok_embeddings", "layers.0") and found.parts[-1][-2:] == ("norm", "lm_head")
     assert sum(len(p) for p in found.parts) == LAYERS + 1
-    config = SimpleNamespace(parallelism=SimpleNamespace())
+    config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
     exec(found.lines("schedule.csv"), {"config": config})
     assert config.parallelism.module_fqns_per_model_part == [list(p) for p in found.parts]
     assert config.parallelism.pipeline_parallel_schedule_csv == "schedule.csv"
@@ -168,3 +174,39 @@ def test_settings_without_the_hook_or_why_not(tmp_path):
     plan = random_plan(rng, num_ranks=2, num_layers=LAYERS, num_micro_batches=2, routes=1)
     with pytest.raises(OctoPipeError, match="pipelining_fn runs any plan"):
         titan_settings(plan)
+
+
+def test_a_config_module_has_the_settings_or_the_hook(tmp_path, monkeypatch, capsys):
+    """torchtitan's --module and --config import a module and call its function."""
+    Spec = dataclasses.make_dataclass("Spec", ["pipelining_fn"])
+
+    def base():
+        return SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace(), model_spec=Spec(None))
+
+    monkeypatch.setitem(sys.modules, "some.configs", SimpleNamespace(base=base))
+    monkeypatch.setitem(sys.modules, "some", SimpleNamespace(configs=sys.modules["some.configs"]))
+    elsewhere = random_plan(random.Random(0), num_ranks=2, num_layers=LAYERS, num_micro_batches=2, routes=1)
+    for plan, hook in ((_plan("interleaved", chunks=2), False), (_plan("1f1b"), False), (elsewhere, True)):
+        save_plan(plan, tmp_path / "plan.json")
+        words = ["export", str(tmp_path / "plan.json"), "--to", "torchtitan", "--base", "some.configs:base"]
+        assert main([*words, "-o", str(tmp_path / "planned.py")]) == 0
+        config = runpy.run_path(str(tmp_path / "planned.py"))["planned"]()
+        assert config.training.disable_cuda_graphs, "torchtitan refuses graphs of a pipeline"
+        assert config.parallelism.pipeline_parallel_degree == 2
+        assert config.parallelism.num_pp_microbatches == plan.num_micro_batches
+        assert (config.model_spec.pipelining_fn is not None) == hook
+        if not hook:
+            assert Path(config.parallelism.pipeline_parallel_schedule_csv).read_text() == titan_settings(plan).csv
+            assert len(config.parallelism.module_fqns_per_model_part) == len(plan.stages)
+    capsys.readouterr()
+    for wrong in (["-o", str(tmp_path / "two words.py")], ["-o", str(tmp_path / "planned.csv")]):
+        assert main([*words, *wrong]) == 2
+    assert main([*words[:-1], "no config", "-o", str(tmp_path / "planned.py")]) == 2
+    assert "MODULE:CONFIG" in capsys.readouterr().err
+
+
+def test_the_hook_counts_micro_batches_as_torchtitan_does_now():
+    plan = _plan("1f1b")
+    torchtitan._check_micro_batches(plan, None, SimpleNamespace(num_pp_microbatches=plan.num_micro_batches))
+    with pytest.raises(OctoPipeError, match="num_pp_microbatches is 1"):
+        torchtitan._check_micro_batches(plan, None, SimpleNamespace(num_pp_microbatches=1))

@@ -15,6 +15,7 @@ from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.footprint import megatron_activation_bytes
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.cluster.file import nodes_from_object
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup, default_reserve_gib, setup_from
 from octopipe.costs.cluster.sizes import derived_sizes, micro_batches_of
@@ -425,3 +426,9 @@ def test_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = {g["name"] for g in json.loads(out)["gpus"]}
     assert code == 0 and {"h100", "b200", "gb200", "gb300"} <= names
     assert "gb300" in run(capsys, "gpus")[1]
+
+
+def test_nodes_of_two_makers_are_refused_because_no_collective_joins_them() -> None:
+    with pytest.raises(OctoPipeError, match="joins h200 and mi300x"):
+        nodes_from_object({"nodes": [{"gpu": "h200"}, {"gpu": "mi300x"}]})
+    assert len(nodes_from_object({"nodes": [{"gpu": "mi300x"}, {"gpu": "mi355x"}]})) == 2

@@ -4,6 +4,7 @@ process: loss and gradients agree, or the way is refused by name."""
 from __future__ import annotations
 
 import pytest
+from effort import some
 from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
@@ -155,7 +156,7 @@ def made(system, num_ranks):
 
 
 @pytest.mark.parametrize("way", ["returned", "injected"])
-@pytest.mark.parametrize("system", ["1f1b", "zb-v", "interleaved"])
+@pytest.mark.parametrize("system", some(["zb-v", "1f1b", "interleaved"]))
 def test_what_travels_with_the_output_or_the_graph_is_as_in_one_process(way, system, four):
     for loss, worst in four.run(parallel, way, made(system, 2), (2, 2), ("ep", "pp")):
         assert abs(loss) <= TOLERANCE

@@ -2,8 +2,8 @@
 precisions, what is trained and kept on the host, for every runtime.
 
 A command is read back into the set-up that it says, which must be the one that was priced: world size, batch, sharding,
-precision, recomputation. OCTOPIPE_DRAWS sets how many set-ups are drawn per runtime. OCTOPIPE_MEGATRON_LM and
-OCTOPIPE_TORCHTITAN name checkouts whose own parsers then read the commands as well.
+precision, recomputation. OCTOPIPE_DRAWS sets how many set-ups are drawn per runtime. OCTOPIPE_MEGATRON_LM,
+OCTOPIPE_TORCHTITAN and OCTOPIPE_DEEPSPEED name checkouts whose own parsers then read the commands as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from octopipe.costs.cluster.hardware import GPUS, gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.models.zoo import PRESETS, preset
+from octopipe.plans.file import plan_to_json
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.launch import launch_of
 from octopipe.search.planner.megatron_line import megatron_line
@@ -34,6 +35,7 @@ from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.splits import splits
 from octopipe.search.recompute import checkpointed_per_stage
+from octopipe.views.export.torchtitan import titan_module
 
 DRAWS = int(os.environ.get("OCTOPIPE_DRAWS", "8"))
 FOR = ("megatron", "torchtitan", "torch", "deepspeed", "octopipe")
@@ -51,8 +53,11 @@ def options(dice: random.Random, runtime: str, kind: Any, experts: bool) -> dict
     out: dict[str, Any] = {"seq": dice.choice([1024, 4096, 8192])}
     precisions = ["bf16", *(["fp8"] if kind.fp8_tflops else []), *(["nvfp4"] if kind.fp4_tflops else [])]
     out["precision"] = dice.choice(precisions)
+    out["precision"] = out["precision"] if out["precision"] in known.precisions else "bf16"
+    if dice.random() < 0.3 or len(known.gradients) == 1:
+        out["gradients"] = dice.choice(known.gradients)
     if dice.random() < 0.3:
-        out["gradients"] = dice.choice(["fp32", "bf16"])
+        out["states"] = dice.choice(known.states)
     more = [{"lora": 16}] if "lora" in known.trains else []
     more += [{"frozen": "0-3"}] if "frozen" in known.trains else []
     more += [{"offload_optimizer": dice.choice([0.5, 1.0])}] if "optimizer" in known.offloads else []
@@ -77,7 +82,7 @@ def drawn(runtime: str, seed: int = 28) -> list[tuple[str, Candidate]]:
         base, spec = Setup(gpu=kind, zero=min(known.zero), **fields), preset(name)
         every = [
             s
-            for s in splits(spec, base, gpus=gpus, global_batch=batch, runtime=known)
+            for s in splits(spec, base, gpus=gpus, global_batch=batch, runtime=known.of_model(spec))
             if batch // (s.dp * s.micro_batch_size) * s.pp * s.vp <= 1000
         ]
         if not every:
@@ -158,8 +163,24 @@ def read_back(flags: dict[str, list[str]]) -> dict[str, Any]:
         "seq": number("--seq-length"),
         "gradient_bytes": 2.0 if "--grad-reduce-in-bf16" in flags else 4.0,
         "offload_optimizer": float(flags.get("--optimizer-offload-fraction", ["0"])[0]),
+        "precision": precision_of(flags),
+        "states": states_of(flags),
         "recompute": flags.get("--recompute-granularity", ["none"])[0],
     }
+
+
+def precision_of(flags: dict[str, list[str]]) -> str:
+    if "--fp4-format" in flags:
+        return flags["--fp4-recipe"][0]
+    return {"tensorwise": "fp8", "mxfp8": "mxfp8"}[flags["--fp8-recipe"][0]] if "--fp8-format" in flags else "bf16"
+
+
+def states_of(flags: dict[str, list[str]]) -> str:
+    moments = {flags.get(f"--exp-avg{which}-dtype", ["fp32"])[0] for which in ("", "-sq")}
+    if moments == {"fp32"}:
+        return "fp32"
+    assert moments == {"bf16"} and "--use-precision-aware-optimizer" in flags
+    return "bf16" if flags.get("--megatron-fsdp-main-params-dtype") == ["auto"] else "bf16-moments"
 
 
 def test_megatrons_commands_say_the_set_up_that_was_priced() -> None:
@@ -174,6 +195,9 @@ def test_megatrons_commands_say_the_set_up_that_was_priced() -> None:
         flags = values(line)
         for field, said in read_back(flags).items():
             assert said == getattr(setup, field), (name, field, line.flags)
+        if setup.zero >= 2:
+            gradients = "bf16" if setup.gradient_bytes == 2 else "fp32"
+            assert flags["--megatron-fsdp-main-grads-dtype"] == [gradients], "its FSDP has a flag of its own"
         if setup.tp > 1:
             assert ("--sequence-parallel" in flags) == (setup.sequence_parallel or has_experts(spec))
         if setup.recompute == "full" and setup.recompute_layers is not None:
@@ -197,6 +221,11 @@ def test_torchtitans_commands_divide_the_gpus_and_the_batch() -> None:
         assert tokens["train_step"] == (found.setup.global_batch or 0) * (found.setup.seq or 0)
         assert tokens["train_step"] == share * (found.setup.micro_batches or 0)
         assert found.setup.recompute_layers is None, "it checkpoints all blocks or none"
+        assert found.setup.gradient_bytes == 4, "it reduces gradients in fp32 alone"
+        assert f" activation_checkpoint:{found.setup.recompute}  # " in line, "a config has a policy of its own"
+        assert ("--training.disable_cuda_graphs" in line) == (found.split.pp * found.split.ep > 1)
+        assert ("dtype bfloat16" in line) == (found.setup.states == "bf16")
+        assert ("converters in the config" in line) == (found.setup.precision != "bf16")
 
 
 def test_deepspeeds_settings_are_json_with_the_batch_that_was_priced() -> None:
@@ -210,6 +239,10 @@ def test_deepspeeds_settings_are_json_with_the_batch_that_was_priced() -> None:
         assert settings["train_batch_size"] % (settings["train_micro_batch_size_per_gpu"] * split.dp) == 0
         assert settings["zero_optimization"]["stage"] == setup.zero
         assert ("offload_optimizer" in settings["zero_optimization"]) == bool(setup.offload_optimizer)
+        gradients = {4.0: "fp32", 2.0: "bf16"}[setup.gradient_bytes]
+        assert settings["data_types"] == {"grad_accum_dtype": gradients}, "with ZeRO its default is bf16"
+        assert ("matrix products in" in line) == (setup.precision != "bf16")
+        assert ("recomputation" in line or "checkpointed layers" in line) == (setup.recompute != "none")
 
 
 def parsed_by(parser: str, given: list[Any]) -> None:
@@ -218,6 +251,18 @@ def parsed_by(parser: str, given: list[Any]) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert f"{len(given)} lines taken" in done.stdout
+
+
+def titan_given(line: str, found: Candidate) -> tuple[int, list[str], dict[str, str]]:
+    """A torchtitan command as its parser takes it: world size, flags, and what `octopipe export` writes before."""
+    words, files = shlex.split(line.partition("  # ")[0].replace("$", "\\$")), {}
+    if "--base" in words:
+        assert found.plan is not None
+        base = words[words.index("--base") + 1]
+        text, settings = titan_module(found.plan, base, csv_name="planned.csv", plan_name="plan.json")
+        files = {"planned.py": text, "plan.json": plan_to_json(found.plan).decode()}
+        files |= {"planned.csv": settings.csv} if settings is not None else {}
+    return found.setup.num_gpus, words[words.index("torchtitan.train") + 1 :], files
 
 
 @pytest.mark.skipif("OCTOPIPE_MEGATRON_LM" not in os.environ, reason="OCTOPIPE_MEGATRON_LM names no checkout")
@@ -232,11 +277,21 @@ def test_megatron_lms_own_parser_takes_every_command() -> None:
 
 @pytest.mark.skipif("OCTOPIPE_TORCHTITAN" not in os.environ, reason="OCTOPIPE_TORCHTITAN names no checkout")
 def test_torchtitans_own_config_classes_take_every_command() -> None:
-    pytest.importorskip("tyro")
-    given = []
-    for name, found in drawn("torchtitan"):
-        line = line_of(name, found, "torchtitan")
-        if not line.startswith("none: "):
-            words = shlex.split(line.partition("  # ")[0].replace("$", "\\$"))
-            given.append((found.setup.num_gpus, words[words.index("torchtitan.train") + 1 :]))
+    pytest.importorskip("grain")
+    given = [
+        titan_given(line, found)
+        for name, found in drawn("torchtitan")
+        if not (line := line_of(name, found, "torchtitan")).startswith("none: ") and "${MODULE}" not in line
+    ]
     parsed_by("torchtitan_parser.py", given)
+
+
+@pytest.mark.skipif("OCTOPIPE_DEEPSPEED" not in os.environ, reason="OCTOPIPE_DEEPSPEED names no checkout")
+def test_deepspeeds_own_reader_takes_every_settings_file() -> None:
+    pytest.importorskip("hjson")
+    given = [
+        (found.split.dp, found.setup.micro_batches, json.loads(line.split("ds.json: ", 1)[1]))
+        for name, found in drawn("deepspeed")
+        if not (line := line_of(name, found, "deepspeed")).startswith("none: ")
+    ]
+    parsed_by("deepspeed_parser.py", given)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_planner_draws import titan_given
 
 from octopipe.cli import main
 from octopipe.costs.cluster.hardware import gpu
@@ -80,15 +81,14 @@ def test_scripts_are_bash_and_hold_the_whole_command(name: str, runtime: str) ->
 
 
 @pytest.mark.skipif("OCTOPIPE_TORCHTITAN" not in os.environ, reason="OCTOPIPE_TORCHTITAN names no checkout")
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"])
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def test_torchtitans_own_config_classes_take_every_line(name: str) -> None:
-    pytest.importorskip("tyro")
+    pytest.importorskip("grain")
     given = []
     for candidate in drawn(name, "torchtitan", 9, 6):
         line = lines_of(candidate, name, "torchtitan")["torchtitan"]
         if not line.startswith("none: "):
-            words = shlex.split(line.partition("  # ")[0].replace("$", "\\$"))
-            given.append((32, words[words.index("torchtitan.train") + 1 :]))
+            given.append(titan_given(line, candidate))
     assert given
     done = subprocess.run(
         [sys.executable, str(HELPERS / "torchtitan_parser.py")], input=json.dumps(given), capture_output=True, text=True

@@ -42,6 +42,22 @@ def reason(model: str, kind: str, sizes: dict[str, int], recompute: str = "none"
     return out
 
 
+@pytest.mark.parametrize(("model", "tp"), [("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2), ("deepseek-v3", 2)])
+def test_ops_that_run_together_leave_no_part_below_zero(model: str, tp: int) -> None:
+    """What pairs save is exchange: compute and the other collectives take what they take one after the other."""
+    spec, split = preset(model), Split(**SIZES | {"tp": tp, "ep": 8, "pp": 4, "vp": 4, "dp": 8})
+    pricer = Pricer(spec, Setup(gpu=gpu("h800"), seq=4096, memory_gib=(1000.0,)), 64, overlaps=("interleaved-overlap",))
+    found = pricer.simulated(split, "none")
+    assert found.how == "interleaved-overlap" and found.timeline is not None
+    together, apart = why(found, spec), why(pricer._simulated(split, "none"), spec)
+    assert together is not None and apart is not None
+    assert sum(s.ms for s in together.shares) == pytest.approx(together.step_ms, rel=1e-9)
+    assert all(s.ms >= 0 and s.hidden_ms >= 0 for s in together.shares), together.words()
+    for name in ("products", "cores", "memory", "launches", "tp"):
+        assert together.of(name).ms == pytest.approx(apart.of(name).ms, rel=1e-6), name
+    assert together.of("ep").ms < apart.of("ep").ms and together.of("ep").hidden_ms > 0
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_the_parts_of_a_step_add_up_to_it(case: tuple[Any, ...]) -> None:
     out = reason(*case)

@@ -6,8 +6,10 @@ Knows: the formats' names and which of them need costs. Does not know: the forma
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, named, whole_number
@@ -23,7 +25,7 @@ FORMATS = {
     "csv": "one row per op and transfer",
     "torch-csv": "schedule CSV for torch.distributed.pipelining (--with-communication: sends and receives, too)",
     "pytorch": "the same, under its former name",
-    "torchtitan": "torchtitan's settings (the schedule CSV goes to OUT)",
+    "torchtitan": "torchtitan's settings (the schedule CSV goes to OUT), or a config module OUT.py with --base",
     "megatron": "Megatron-LM's layout arguments",
 }
 
@@ -46,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="VERSION",
         help="with --with-communication: the PyTorch that will load it (default: the installed one, or the newest)",
     )
+    parser.add_argument(
+        "--base",
+        metavar="MODULE:CONFIG",
+        help="torchtitan: write a module OUT.py whose config `planned` is this one with the plan's stages and "
+        "schedule, e.g. llama3:llama3_8b",
+    )
     add_cost_arguments(parser)
 
 
@@ -55,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.to == "torchtitan":
         return _torchtitan(args)
+    if args.base is not None:
+        raise OctoPipeError(f"--base has no effect on {args.to}; use it with --to torchtitan")
     data = _export(args)
     if args.output and args.output != "-":
         write_whole(args.output, data)
@@ -103,10 +113,33 @@ def _torchtitan(args: argparse.Namespace) -> int:
 
     if not args.output or args.output == "-":
         raise OctoPipeError("torchtitan reads the schedule from a file; give -o FILE.csv")
+    if args.base is not None or args.output.endswith(".py"):
+        return _titan_module(args)
     found = titan_settings(load_plan(args.file))
     say(found.notes)
     write_whole(args.output, found.csv.encode())
     sys.stdout.write(found.lines(args.output))
+    return 0
+
+
+def _titan_module(args: argparse.Namespace) -> int:
+    """The plan as a config module, its CSV beside it."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.base.files import write_whole
+    from octopipe.plans.file import load_plan
+    from octopipe.views.export.torchtitan import titan_module
+
+    out = Path(args.output)
+    if args.base is None or out.suffix != ".py" or not out.stem.isidentifier():
+        raise OctoPipeError("a config module needs a base and a name: --base llama3:llama3_8b -o planned.py")
+    csv = out.with_suffix(".csv")
+    where = os.path.relpath(args.file, out.parent)
+    text, settings = titan_module(load_plan(args.file), args.base, csv_name=csv.name, plan_name=where)
+    if settings is not None:
+        say(settings.notes)
+        write_whole(csv, settings.csv.encode())
+    write_whole(out, text.encode())
+    console(stderr=True).print(f"{named(args.output)}: --module {out.stem} --config planned", soft_wrap=True)
     return 0
 
 

@@ -58,6 +58,12 @@ def nodes_from_object(raw: object, where: str = "cluster") -> Nodes:
     too_many = over("GPUs", count_gpus(nodes), MAX_GPUS)
     if too_many:
         raise OctoPipeError(f"{where}: {too_many[0]}")
+    makers = {gpu(name).generation.startswith("cdna"): name for name, _, _ in nodes}
+    if len(makers) > 1:
+        raise OctoPipeError(
+            f"{where}: no library of collectives joins {makers[False]} and {makers[True]}, which are of two makers; "
+            "describe the nodes of one maker"
+        )
     return nodes
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.fields import ranges_text
-from octopipe.models.spec import ModelSpec, Mtp
+from octopipe.models.spec import ModelSpec, Moe, Mtp
 from octopipe.search.planner.megatron_line import megatron_line
 from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
@@ -95,7 +95,8 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
     file = needs_file(plan_file)
     words = f"{torchrun(candidate)} -m octopipe train {shlex.quote(model)} --plan {file} --dp {split.dp}"
     words += f" --offload-optimizer {setup.offload_optimizer:g}" if setup.offload_optimizer else ""
-    return f"{words} --seq {setup.seq} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
+    words += f" --seq {setup.seq} --micro-batch-size {split.micro_batch_size}"
+    return f"{words} --precision bf16-main-fp32 --device cuda"
 
 
 def recomputed(candidate: Candidate) -> str:
@@ -131,13 +132,29 @@ def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | No
         mesh += f", experts over {split.ep} ranks" + (f" of {split.etp} GPUs each" if split.etp > 1 else "")
     if candidate.setup.recompute != "none":
         mesh += f", {recomputed(candidate)}"
-    mesh += untrained(candidate)
+    mesh += untrained(candidate) + numbers(candidate)
+    if split.dp * split.cp > 1 and split.zero:
+        mesh += f", gradients accumulated and reduced in {gradients_of(candidate)}"
     if candidate.setup.offload_layers is not None:
         mesh += f", the first {candidate.setup.offload_layers} blocks under torch.autograd.graph.save_on_cpu"
     if split.pp == 1:
         return f"{start} train.py  # your own script: {mesh}; no pipeline"
+    if candidate.plan is not None and candidate.plan.pairs:
+        mesh += ", a function registered for OVERLAP_F_B that runs both ops of a pair at once"
     export = f"octopipe export {needs_file(plan_file)} --to pytorch -o schedule.csv"
     return f"{export} && {start} train.py  # your own script: {mesh}; its schedule reads schedule.csv"
+
+
+def gradients_of(candidate: Candidate) -> str:
+    return "bf16" if candidate.setup.gradient_bytes == 2 else "fp32"
+
+
+def numbers(candidate: Candidate) -> str:
+    """Matrix products and optimizer state in less than is usual, as words to append to a sentence."""
+    setup = candidate.setup
+    words = "" if setup.precision == "bf16" else f", matrix products in {setup.precision} (torchao, Transformer Engine)"
+    states = {"bf16-moments": "an optimizer with bf16 moments", "bf16": "an optimizer with bf16 weights and moments"}
+    return words + (f", {states[setup.states]}" if setup.states in states else "")
 
 
 def untrained(candidate: Candidate) -> str:
@@ -173,33 +190,75 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         raise OctoPipeError("torchtitan's expert ranks hold whole experts; plan with --for torchtitan, or --etp 1")
     if setup.recompute == "full" and setup.recompute_layers is not None:
         raise OctoPipeError("torchtitan checkpoints every block or none; give --recompute full or none")
+    if candidate.plan is not None and candidate.plan.pairs:
+        raise OctoPipeError(
+            "torchtitan runs the two ops of a pair one after the other, and this split counts on both at once; plan "
+            "with --for torchtitan"
+        )
+    predicts = any(isinstance(layer, Mtp) for layer in spec.layers)
+    if predicts and split.pp * split.cp > 1:
+        raise OctoPipeError(
+            "torchtitan's multi-token prediction has neither a pipeline nor context parallelism; plan with "
+            "--for torchtitan"
+        )
+    module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
+    notes = [f"your config of {model}" if module == "${MODULE}" or predicts else f"torchtitan's own config of {model}"]
+    before = ""
+    if split.pp > 1:
+        base = f"{module}:{config}"
+        before = f"octopipe export {needs_file(plan_file)} --to torchtitan --base {base} -o planned.py && "
+        module, config = "planned", "planned"
+    elif predicts:
+        module, config = "${MODULE}", "${CONFIG}"
+    notes += titan_notes(candidate, spec)
+    start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
+    return f"{before}{start} {' '.join(titan_flags(candidate, spec))}  # {'; '.join(notes)}"
+
+
+def titan_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """What torchtitan's flags can say. Sizes of 1 are said too: a config has sizes of its own."""
+    split, setup = candidate.split, candidate.setup
     assert setup.seq is not None and setup.global_batch is not None
     tokens = setup.seq * split.micro_batch_size
     degrees = {"tensor": split.tp, "pipeline": split.pp, "context": split.cp, "expert": split.ep}
-    flags = [f"--parallelism.{name}_parallel_degree {size}" for name, size in degrees.items() if size > 1]
+    flags = [f"--parallelism.{name}_parallel_degree {size}" for name, size in degrees.items()]
     flags += [f"--parallelism.data_parallel_shard_degree {split.dp // split.hsdp}"]
-    flags += [f"--parallelism.data_parallel_replicate_degree {split.hsdp}"] if split.hsdp > 1 else []
+    flags += [f"--parallelism.data_parallel_replicate_degree {split.hsdp}"]
+    if split.tp > 1 and not setup.sequence_parallel:
+        flags += ["--parallelism.no-enable_sequence_parallel"]
     if split.dp * split.cp > 1:
         keep = "never" if split.pp > 1 or split.zero < 3 else "always"
         flags += [f"--parallelism.fsdp_reshard_after_forward {keep}"]
     flags += [f"--training.max_context_length {setup.seq} --training.num_tokens_per_microbatch_per_dp_rank {tokens}"]
     flags += [f"--training.num_tokens_per_train_step {setup.seq * setup.global_batch}"]
-    before = ""
-    if split.pp > 1:
-        flags += [f"--parallelism.num_pp_microbatches {setup.micro_batches}"]
-        before = f"octopipe export {needs_file(plan_file)} --to torchtitan -o schedule.csv && "
-        flags += ["--parallelism.pipeline_parallel_schedule _PipelineScheduleRuntime"]
-        flags += ["--parallelism.pipeline_parallel_schedule_csv schedule.csv"]
-    note = f"; {recomputed(candidate)}: choose it in the config" if setup.recompute != "none" else ""
-    note += (
-        f"; adapters: LoRAConverter of rank {setup.lora}{' on attention' * (setup.lora_on != 'all')} in the config"
-        if setup.lora
-        else ""
-    )
-    module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
-    about = f"your config of {model}" if module == "${MODULE}" else f"torchtitan's own config of {model}"
-    start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
-    return f"{before}{start} {' '.join(flags)}  # {about}{note}"
+    flags += [f"--training.dtype {'bfloat16' if setup.states == 'bf16' else 'float32'}"]
+    # torchtitan refuses graphs of a pipeline, and of an exchange that waits for the host.
+    flags += ["--training.disable_cuda_graphs"] if split.pp * split.ep > 1 else []
+    flags += [f"--parallelism.num_pp_microbatches {setup.micro_batches}"] if split.pp > 1 else []
+    if not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
+        # As in the runs that its rates were fitted to; its configs of models with experts compile the loss alone.
+        flags += ["--compile.enable"]
+    flags += ["--compile.no-enable_async_tensor_parallel"] if split.tp == 1 else []
+    # A subcommand, which ends the flags.
+    return [*flags, f"activation_checkpoint:{setup.recompute}"]
+
+
+CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+"""How the classes begin that make torchtitan's linear layers and experts multiply in another precision."""
+
+
+def titan_notes(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """What torchtitan has no flags for: a config says it."""
+    setup, notes = candidate.setup, []
+    if setup.precision in CONVERTERS:
+        notes.append(f"{CONVERTERS[setup.precision]} converters in the config")
+    elif spec.name == "llama3.1-405b":
+        notes.append("without the Float8 converter of that config")
+    if setup.lora:
+        notes.append(f"LoRAConverter of rank {setup.lora}{' on attention' * (setup.lora_on != 'all')} in the config")
+    if any(isinstance(layer, Mtp) for layer in spec.layers):
+        notes.append("multi-token prediction in the config")
+    return notes
 
 
 def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
@@ -213,12 +272,17 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
     if 0 < setup.offload_optimizer < 1:
         raise OctoPipeError("DeepSpeed keeps all of the optimizer state in the host's memory or none (below ZeRO-3)")
     host = ', "offload_optimizer": {"device": "cpu"}' if setup.offload_optimizer else ""
+    # With ZeRO-1 and fp32 gradients, bf16 ones are added at once and not kept beside them.
     settings = (
         f'{{"train_batch_size": {setup.global_batch}, "train_micro_batch_size_per_gpu": {split.micro_batch_size}, '
-        f'"zero_optimization": {{"stage": {split.zero}{host}}}, "bf16": {{"enabled": true}}}}'
+        f'"zero_optimization": {{"stage": {split.zero}{host}}}, '
+        f'"bf16": {{"enabled": true, "immediate_grad_update": true}}, '
+        f'"data_types": {{"grad_accum_dtype": "{gradients_of(candidate)}"}}}}'
     )
     pipeline = f"PipelineModule(num_stages={split.pp})" if split.pp > 1 else "no PipelineModule"
-    script = f"your own script, {pipeline}, tp {split.tp}{untrained(candidate)}; ds.json: {settings}"
+    again = f", {recomputed(candidate)}" if setup.recompute != "none" else ""
+    words = f"{pipeline}, tp {split.tp}{again}{untrained(candidate)}{numbers(candidate)}"
+    script = f"your own script, {words}; ds.json: {settings}"
     return f"{torchrun(candidate)} train.py --deepspeed ds.json  # {script}"
 
 

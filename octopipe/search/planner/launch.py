@@ -63,12 +63,14 @@ def _script(candidate: Candidate, name: str, line: str) -> str:
     if comment:
         before += f"# {comment}\n"
     version = RUNTIMES[name].version
+    # A subcommand ends the flags, so further ones come before it.
+    command, subcommand, policy = command.partition(" activation_checkpoint:")
     return (
         "#!/usr/bin/env bash\n"
         f"# {candidate.split.words()}, for {version}. Run it on every node, with HEAD naming the first of them.\n"
         "set -euo pipefail\n"
         'cd "$(dirname "${BASH_SOURCE[0]}")"\n'
-        f'{before}\n{command} "$@"\n'
+        f'{before}\n{command} "$@"{subcommand}{policy}\n'
     )
 
 

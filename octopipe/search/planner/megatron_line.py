@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DATA = ("--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 20", "--lr 1e-4", "--min-lr 1e-5")
 """Enough to start a run that measures speed; replace it by your own data and schedule."""
+RECIPES = {"fp8": "tensorwise", "mxfp8": "mxfp8"}
+"""One scale per tensor, taken from its largest element at the time; or one per block."""
 MORE_RECOMPUTED = 0.05
 """Of all layers: so many more may be recomputed than were priced, about one percent of a step."""
 
@@ -46,10 +48,12 @@ def megatron_line(candidate: Candidate, spec: ModelSpec) -> MegatronLine:
     """The parts of the command; raises an error if Megatron-LM has no flags for the split or the model."""
     split = candidate.split
     script, model = model_flags(spec, candidate.setup.seq or 0)
-    # Megatron-LM refuses tensor and context parallelism without this, and FSDP with it.
+    # Megatron-LM refuses tensor and context parallelism without one connection, and FSDP with it; kernels that run
+    # beside each other need many.
     one = (split.tp > 1 or split.cp > 1) and split.zero < 2
+    connections = "32" if candidate.how == "interleaved-overlap" else "1" if one else ""
     return MegatronLine(
-        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {},
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {},
         script=script,
         model=tuple(model),
         split=tuple(split_flags(candidate, spec)),
@@ -75,7 +79,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
         *_layout(candidate, spec),
-        *_context(candidate),
+        *_context(candidate, spec),
     ]
     cluster = setup.cluster()
     if split.ep > 1 or (experts and split.tp > 1):
@@ -105,17 +109,38 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     if setup.offload_optimizer:
         if split.zero != 1:
             raise OctoPipeError("--optimizer-cpu-offload requires the distributed optimizer; give --zero 1")
-        share = f"--optimizer-offload-fraction {setup.offload_optimizer:g}"
-        flags.append(f"--optimizer-cpu-offload {share} --use-precision-aware-optimizer")
-    flags.append("--bf16")
-    if setup.gradient_bytes == 2:
-        flags.append("--grad-reduce-in-bf16")
-    if setup.precision in ("fp8", "mxfp8"):
-        recipe = "mxfp8" if setup.gpu.generation == "blackwell" else "tensorwise"
-        flags.append(f"--fp8-format hybrid --fp8-recipe {recipe}")
+        flags.append(f"--optimizer-cpu-offload --optimizer-offload-fraction {setup.offload_optimizer:g}")
+    return [*flags, *_states(candidate), *_numbers(candidate), *_recompute(candidate, spec)]
+
+
+def _numbers(candidate: Candidate) -> list[str]:
+    """The precisions of matrix products and of gradients."""
+    setup, fsdp = candidate.setup, candidate.split.zero >= 2
+    gradients = "bf16" if setup.gradient_bytes == 2 else "fp32"
+    flags = ["--bf16", *(["--grad-reduce-in-bf16"] if gradients == "bf16" else [])]
+    # Its FSDP does not look at the flag above: left alone, it keeps gradients in the precision of weights.
+    flags += [f"--megatron-fsdp-main-grads-dtype {gradients}"] if fsdp else []
+    if setup.precision in RECIPES:
+        flags.append(f"--fp8-format hybrid --fp8-recipe {RECIPES[setup.precision]}")
     elif setup.precision == "nvfp4":
         flags.append("--fp4-format e2m1 --fp4-recipe nvfp4")
-    return [*flags, *_recompute(candidate, spec)]
+    return flags
+
+
+def _states(candidate: Candidate) -> list[str]:
+    """What the optimizer keeps in less than fp32; its own code for that serves states in host memory as well."""
+    setup, split = candidate.setup, candidate.split
+    if setup.states == "fp32":
+        return ["--use-precision-aware-optimizer"] if setup.offload_optimizer else []
+    if split.zero == 0:
+        raise OctoPipeError("Megatron-LM keeps states in bf16 with the distributed optimizer alone; give --zero 1")
+    if setup.states == "bf16" and split.zero < 2:
+        raise OctoPipeError(
+            "Megatron-LM's distributed optimizer keeps a main copy of every weight, and bf16 moments alone were "
+            "priced; give --states bf16-moments"
+        )
+    flags = ["--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"]
+    return [*flags, *(["--megatron-fsdp-main-params-dtype auto"] if setup.states == "bf16" else [])]
 
 
 def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
@@ -134,7 +159,7 @@ def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
     return [f"--moe-router-num-groups {nodes} --moe-router-group-topk {setup.nodes_per_token}"]
 
 
-def _context(candidate: Candidate) -> list[str]:
+def _context(candidate: Candidate, spec: ModelSpec) -> list[str]:
     """The flags for context parallelism and for how it exchanges keys and values; a ring is Megatron-LM's default."""
     split, setup = candidate.split, candidate.setup
     if split.cp == 1:
@@ -143,9 +168,18 @@ def _context(candidate: Candidate) -> list[str]:
     kinds = {"all-gather": "all_gather", "ulysses": "a2a", "hierarchical": "a2a+p2p"}
     if setup.cp_kind in kinds:
         flags.append(f"--cp-comm-type {kinds[setup.cp_kind]}")
+    near = split.cp
     if setup.cp_kind == "hierarchical":
         near = nearby(setup.cluster(), split.cp, split.tp)
         flags.append(f"--hierarchical-context-parallel-sizes {near} {split.cp // near}")
+    if setup.cp_kind in ("ulysses", "hierarchical"):
+        # Transformer Engine's rule, which no parser checks.
+        heads = {part.kv_heads for layer in spec for part in layer.parts if isinstance(part, Attention)}
+        if any(number % (split.tp * near) for number in heads):
+            raise OctoPipeError(
+                f"Transformer Engine's all-to-all divides key-value heads too, and {min(heads)} of them do not divide "
+                f"over tp {split.tp} x {near} GPUs; give a smaller cp, or --cp-kind ring"
+            )
     return flags
 
 

@@ -77,6 +77,7 @@ def scaled(
     """The best split by estimate, then simulated, on a quarter to four times as many GPUs with the same batch; unequal
     nodes stay as they are."""
     gpus, best = found.best.setup.num_gpus, found.best
+    base, runtime = runtime.settled(base), runtime.of_model(spec)
     rows = [_point(gpus, best)]
     if base.nodes:
         return rows

@@ -12,11 +12,12 @@ FSDP replaces the pipeline. Only optimizer state stays sharded, which is ZeRO-1 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import PRECISIONS, Setup
+from octopipe.models.spec import ModelSpec, Mtp
 
 Target = Literal["octopipe", "torch", "megatron"]
 Checkpoints = Literal["some", "stage", "all"]
@@ -34,10 +35,14 @@ class Runtime:
     zero_with_pipeline: tuple[int, ...]
     most: Mapping[str, int] = field(default_factory=dict)
     """The largest parallel sizes that it supports."""
+    most_with_predictions: Mapping[str, int] = field(default_factory=dict)
+    """The same for models with multi-token prediction."""
     target: Target | None = "octopipe"
     """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
     overlaps: tuple[str, ...] = ()
     """Schedules in which it hides the experts' exchange behind the other direction's computation."""
+    runs_pairs: bool = True
+    """Whether the ops of a pair can run at the same time."""
     trains: tuple[str, ...] = ()
     """What it can train besides all weights: `lora` (adapters), `frozen` (a model with some layers frozen)."""
     offloads: tuple[str, ...] = ()
@@ -46,6 +51,12 @@ class Runtime:
     """Whether it recomputes exactly what the plan's R ops say; other runtimes checkpoint layers instead."""
     checkpoints: Checkpoints = "some"
     """Which layers it can checkpoint: `some` (any of them), as many in every `stage`, or `all` of them or none."""
+    precisions: tuple[str, ...] = PRECISIONS
+    """Precisions of matrix products that it supports, of those that are priced here."""
+    gradients: tuple[str, ...] = ("fp32", "bf16")
+    """Precisions in which it can accumulate and reduce gradients."""
+    states: tuple[str, ...] = ("fp32", "bf16-moments", "bf16")
+    """Optimizer states that it can keep, as `Setup.states` names them."""
 
     @property
     def tuned(self) -> bool:
@@ -70,7 +81,33 @@ class Runtime:
             return f"{self.title} keeps no layer's activations in the host's memory"
         if setup.offload_optimizer and "optimizer" not in self.offloads:
             return f"{self.title} keeps no share of the optimizer state in the host's memory"
+        return self._refuses_numbers(setup)
+
+    def _refuses_numbers(self, setup: Setup) -> str:
+        """Why it cannot compute or keep numbers as the set-up says."""
+        if setup.precision not in self.precisions:
+            what = f"does not run the {setup.precision} products that are priced here"
+            return f"{self.title} {what}; give --precision {self.precisions[0]}"
+        gradients = "bf16" if setup.gradient_bytes == 2 else "fp32"
+        if gradients not in self.gradients:
+            only = self.gradients[0]
+            return f"{self.title} accumulates and reduces gradients in {only} alone; give --gradients {only}"
+        if setup.states not in self.states:
+            kept = " or ".join(self.states)
+            return f"{self.title} keeps {kept} optimizer state, not {setup.states}; give --states {self.states[0]}"
         return ""
+
+    def of_model(self, spec: ModelSpec) -> Runtime:
+        """The same runtime with the sizes that it runs this model with."""
+        if not self.most_with_predictions or not any(isinstance(layer, Mtp) for layer in spec.layers):
+            return self
+        return replace(self, most={**self.most, **self.most_with_predictions})
+
+    def settled(self, setup: Setup) -> Setup:
+        """The set-up with the gradients that the runtime has, where it has one kind and the set-up names none."""
+        if setup.gradients is not None or len(self.gradients) > 1:
+            return setup
+        return replace(setup, gradients=self.gradients[0])  # type: ignore[arg-type]
 
     @property
     def title(self) -> str:
@@ -100,10 +137,15 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(2, 3),
             zero_with_pipeline=(1,),
             most={"etp": 1},  # its expert ranks hold whole experts
+            most_with_predictions={"pp": 1, "cp": 1},
             target="torch",
-            overlaps=("dualpipev",),
+            # PyTorch runs the two ops of OVERLAP_F_B one after the other unless a function is registered for it, and
+            # torchtitan registers one in its experimental graph_trainer alone.
+            runs_pairs=False,
             trains=("lora",),
             checkpoints="all",
+            gradients=("fp32",),  # training.mixed_precision_reduce has no other value
+            states=("fp32", "bf16"),  # training.dtype: float32, or bfloat16 for weights and moments alike
         ),
         "torch": Runtime(
             name="torch",
@@ -124,6 +166,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             target=None,
             trains=("lora", "frozen"),
             offloads=("optimizer",),
+            states=("fp32",),
         ),
         # `octopipe train` divides models over pipelines and replicas; it shards no tensor and no state.
         "octopipe": Runtime(
@@ -135,6 +178,10 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             trains=("frozen",),
             offloads=("optimizer",),
             recomputes_by_ops=True,
+            # Its fp8 multiplies W in bf16 and keeps float8 copies of weights: `octopipe profile` measures that.
+            precisions=("bf16",),
+            gradients=("fp32",),
+            states=("fp32",),
         ),
         # Every split that at least one of the others runs.
         "any": Runtime(

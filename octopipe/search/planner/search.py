@@ -22,7 +22,7 @@ from octopipe.search.planner.commands import command_lines, runs_on
 from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.splits import Split, least_state_bytes, splits
+from octopipe.search.planner.splits import Split, least_state_bytes, splits, why_no_split
 from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
@@ -129,6 +129,7 @@ class _Run:
         say: Say | None,
         published: bool,
     ):
+        base, runtime = runtime.settled(base), runtime.of_model(spec)
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         if beyond := [f"{size} {fixed[size]}" for size, most in runtime.most.items() if fixed.get(size, 0) > most]:
@@ -153,11 +154,7 @@ class _Run:
         self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:
-            given = ", ".join(f"{k} {v}" for k, v in fixed.items())
-            raise OctoPipeError(
-                f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
-                + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
-            )
+            raise OctoPipeError(why_no_split(spec.name, gpus, global_batch, fixed))
         self.kept: list[Candidate] = []
         self.judged = 0
         self.left_ms: float | None = None
@@ -228,7 +225,7 @@ class _Run:
 
     def _scheduled(self, begun: Candidate) -> None:
         self.scheduled.add(begun.split)
-        self.simulated += schedules(self.pricer, begun, self.budget)
+        self.simulated += schedules(self.pricer, begun, self.budget, pairs=self.runtime.runs_pairs)
 
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""

@@ -94,8 +94,9 @@ def splits(
     experts, widths = [part.experts for part in routed], sorted({part.ffn for part in routed})
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
-    # All-to-alls divide heads over the context-parallel group as well.
-    heads = [getattr(part, "heads", 0) for layer in spec for part in layer.parts] if base.cp_kind == "ulysses" else []
+    # All-to-alls divide heads over the context-parallel group as well, those of keys and values too.
+    names = ("heads", "kv_heads") if base.cp_kind == "ulysses" else ()
+    heads = [getattr(part, name, 0) for layer in spec for part in layer.parts for name in names]
 
     def allowed(name: str, values: list[int]) -> list[int]:
         most = runtime.most.get(name)
@@ -207,6 +208,18 @@ def tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus_per_node: int | None) -> list[i
     sizes = {getattr(part, n, None) for layer in spec for part in layer.parts for n in names}
     widths = [size for size in sizes if isinstance(size, int) and size > 0]
     return [tp for tp in (1, 2, 4, 8, 16, 32) if node % tp == 0 and all(w % tp == 0 for w in widths)]
+
+
+def why_no_split(name: str, gpus: int, global_batch: int, fixed: Mapping[str, int]) -> str:
+    """Why there is no split with the sizes that were given, in one line."""
+    if fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
+        return (
+            f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
+            f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes make of it, or pp 1"
+        )
+    given = ", ".join(f"{k} {v}" for k, v in fixed.items())
+    words = f"no split of {gpus} GPUs divides {name} and a global batch of {global_batch}"
+    return words + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
 
 
 def parse_split(text: str) -> dict[str, int]:

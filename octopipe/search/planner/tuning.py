@@ -25,10 +25,10 @@ LEAST_S = 0.5
 """Seconds below which a search is not worth beginning."""
 
 
-def schedules(pricer: Pricer, begun: Candidate, budget: Budget) -> list[Candidate]:
+def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool = True) -> list[Candidate]:
     """The split under zero-bubble schedules, and where experts exchange tokens under DualPipeV, which hides that
     exchange: what a tuned order has to beat, and what is left where it finds none."""
-    exchanges = begun.costs is not None and begun.costs.exchanges
+    exchanges = pairs and begun.costs is not None and begun.costs.exchanges
     out, ops = [], ops_of(begun)
     for system in ("zb-v", "zb-h1", *(["dualpipev"] if exchanges else [])):
         # Twice as many ops, under two ways of recomputing.

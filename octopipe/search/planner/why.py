@@ -20,8 +20,10 @@ from octopipe.base.display import milliseconds
 from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
 from octopipe.costs.analytic.table import price_layers, reduction_ms
+from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import KINDS, Plan
+from octopipe.plans.price import stage_times
 from octopipe.search.planner.pricing import Candidate
 from octopipe.simulation.timeline import Timeline
 
@@ -103,12 +105,11 @@ def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
     shares, pricing = layer_shares(spec, costs.setup), Pricing.of(costs.setup)
     layers, weights = price_layers(spec, pricing)
     ranks, step = timeline.num_ranks, float(timeline.step_ms)
-    ms, alone = (dict(zip(NAMES, values / ranks, strict=True)) for values in _by_layers(plan, timeline, shares))
-    if timeline.lanes is not None:
-        # Ops that run together take less than one after the other: what is saved is exchange behind compute.
-        took = timeline.spans.end_ms - timeline.spans.start_ms
-        ms["ep"] -= (float(took.sum()) - float(timeline.busy_ms.sum())) / ranks
-    reduced = sum(e.end_ms - e.start_ms for e in timeline.extras if e.name != "optimizer") / ranks
+    took = _took(plan, costs, timeline)
+    ms, alone = (dict(zip(NAMES, values / ranks, strict=True)) for values in _by_layers(plan, took, shares))
+    # Ops that run together take less than one after the other: what is saved is exchange behind compute.
+    ms["ep"] -= (float(took.sum()) - float(timeline.busy_ms.sum())) / ranks if timeline.lanes is not None else 0.0
+    reduced = _reducing(timeline) / ranks
     updated = sum(e.end_ms - e.start_ms for e in timeline.extras if e.name == "optimizer") / ranks
     # Of one pipeline, context-parallel GPUs reduce gradients among themselves, and the costs count that as update.
     update = float(costs.optimizer_ms.sum())
@@ -128,13 +129,41 @@ def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
     )
 
 
-def _by_layers(plan: Plan, timeline: Timeline, shares: LayerShares) -> tuple[np.ndarray, np.ndarray]:
+def _took(plan: Plan, costs: CostTable, timeline: Timeline) -> np.ndarray:
+    """Milliseconds of all ops by stage and kind. The span of an op that runs beside another one is that of both: what
+    it takes by itself counts."""
+    spans, kinds = timeline.spans, len(KINDS)
+    where: np.ndarray = spans.stage * kinds + spans.kind
+    ms = spans.end_ms - spans.start_ms
+    if timeline.lanes is not None:
+        table = plan.table()
+        where, ms = (
+            table.stage * kinds + table.kind,
+            stage_times(plan, costs)[table.kind, table.stage, table.micro_batch],
+        )
+    flat = np.bincount(where, weights=ms, minlength=len(plan.stages) * kinds)
+    return flat.reshape(len(plan.stages), kinds)
+
+
+def _reducing(timeline: Timeline) -> float:
+    """Milliseconds that all ranks reduce gradients while they compute nothing."""
+    spans, total = timeline.spans, 0.0
+    for rank in range(timeline.num_ranks):
+        mine = spans.rank == rank
+        order = np.argsort(spans.start_ms[mine], kind="stable")
+        start, end = spans.start_ms[mine][order], spans.end_ms[mine][order]
+        # Of an op that runs beside another one, only what goes on after that one.
+        start = np.maximum(start, np.concatenate(([-np.inf], np.maximum.accumulate(end)[:-1])) if end.size else start)
+        for extra in timeline.extras:
+            if extra.rank == rank and extra.name != "optimizer":
+                computing = np.minimum(end, extra.end_ms) - np.maximum(start, extra.start_ms)
+                total += extra.end_ms - extra.start_ms - float(np.maximum(computing, 0.0).sum())
+    return total
+
+
+def _by_layers(plan: Plan, took: np.ndarray, shares: LayerShares) -> tuple[np.ndarray, np.ndarray]:
     """Milliseconds by name, summed over all ops of all ranks, each divided as its layers are: what shows, and what
     collectives take alone."""
-    spans, kinds = timeline.spans, len(KINDS)
-    took = np.bincount(
-        spans.stage * kinds + spans.kind, weights=spans.end_ms - spans.start_ms, minlength=len(plan.stages) * kinds
-    ).reshape(len(plan.stages), kinds)
     shown, alone = np.zeros(len(NAMES)), np.zeros(len(NAMES))
     for number, k in zip(*np.nonzero(took), strict=True):
         stage = plan.stages[number]

@@ -1,4 +1,4 @@
-"""A plan in torchtitan's own settings: which modules form a model part, and the schedule CSV.
+"""A plan in torchtitan's own settings: which modules form a model part, the schedule CSV, and a config module of both.
 
 Knows: what torchtitan can run without a patch: stage i on rank i mod pp with as many stages on every rank, or a V of
 two stages a rank. Does not know: torch, torchtitan. Any other plan runs through `octopipe.torchtitan.pipelining_fn`.
@@ -6,6 +6,8 @@ two stages a rank. Does not know: torch, torchtitan. Any other plan runs through
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 
 from octopipe.base.errors import OctoPipeError
@@ -37,7 +39,10 @@ class TitanSettings:
             f'config.parallelism.pipeline_parallel_schedule = "{self.schedule}"\n'
             f'config.parallelism.pipeline_parallel_schedule_csv = "{csv_path}"\n'
             f"config.parallelism.module_fqns_per_model_part = [\n{parts},\n]\n"
-            f"# and local_batch_size = {self.num_micro_batches} x pipeline_parallel_microbatch_size\n"
+            f"config.parallelism.num_pp_microbatches = {self.num_micro_batches}\n"
+            "config.training.disable_cuda_graphs = True\n"
+            f"# torchtitan 0.3 has neither of the two: local_batch_size = {self.num_micro_batches} x "
+            "pipeline_parallel_microbatch_size\n"
         )
 
 
@@ -85,3 +90,41 @@ def titan_settings(plan: Plan) -> TitanSettings:
         num_micro_batches=plan.num_micro_batches,
         notes=order.notes,
     )
+
+
+def titan_module(plan: Plan, base: str, *, csv_name: str, plan_name: str) -> tuple[str, TitanSettings | None]:
+    """A Python module with a config function `planned` for torchtitan's --module and --config, and the settings whose
+    CSV belongs beside it under `csv_name`; None where the module runs the plan's file `plan_name` through the hook.
+
+    `base` is the config that it changes, as MODULE:CONFIG: a module of torchtitan.models, or one with dots in its name.
+    """
+    found = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", base)
+    if found is None:
+        raise OctoPipeError(f"{base[:60]!r} names no config of torchtitan; write MODULE:CONFIG, as in llama3:llama3_8b")
+    module = found[1] if "." in found[1] else f"torchtitan.models.{found[1]}.config_registry"
+    try:
+        settings = titan_settings(plan)
+        lines, more = settings.lines("CSV").replace('"CSV"', f'str(HERE / "{csv_name}")').partition("# ")[0], ""
+    except OctoPipeError:
+        torch_order(plan)  # what its pipelining cannot run at all is refused
+        settings, more = None, "import dataclasses\n"
+        lines = (
+            "import octopipe.torchtitan\n"
+            "from octopipe.plans.file import load_plan\n\n"
+            f"plan = load_plan(HERE / {json.dumps(plan_name)})\n"
+            "hook = octopipe.torchtitan.pipelining_fn(plan)\n"
+            "config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=hook)\n"
+            f"config.parallelism.pipeline_parallel_degree = {plan.num_ranks}\n"
+            f"config.parallelism.num_pp_microbatches = {plan.num_micro_batches}\n"
+            "config.training.disable_cuda_graphs = True\n"
+        )
+    inner = "".join(f"    {line}\n" if line else "\n" for line in lines.splitlines())
+    text = (
+        f'"""{plan.num_ranks} pipeline ranks and {plan.num_micro_batches} micro-batches as a config of torchtitan, '
+        f'written by octopipe export."""\n\n'
+        f"{more}from pathlib import Path\n\n"
+        f"from {module} import {found[2]} as base\n\n"
+        "HERE = Path(__file__).resolve().parent\n\n\n"
+        f"def planned():\n    config = base()\n{inner}    return config\n"
+    )
+    return text, settings
