@@ -37,6 +37,7 @@ from octopipe.base.files import brief, check_format, kind_of, read_json_object, 
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
 from octopipe.costs.foreign_times import load_foreign_profile
+from octopipe.costs.layer_graph import layer_graph_from_object
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
 from octopipe.costs.mode import mode_from_object
 from octopipe.costs.profile import FORMAT, Profile
@@ -67,6 +68,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if file.get("tied_gib"):
         costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
     costs = costs.replace(shard_times=shard_times_from_object(file.get("shards"), costs.num_layers, where))
+    costs = costs.replace(graph=layer_graph_from_object(file.get("graph"), costs.num_layers, where))
     costs = costs.replace(routing=routing_from_object(file.get("routing"), costs.num_layers, where))
     pairs = _links(file.get("links"), where)
     if pairs:

@@ -240,6 +240,10 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
         )
         for rank, (_, parts) in first & last:
             out[rank] -= costs.tied_bytes / parts
+    if costs.graph is not None and costs.graph.shared:
+        for rank in range(plan.num_ranks):
+            held = {k for s in plan.stages if s.rank == rank for k in range(s.first, s.stop)}
+            out[rank] -= costs.graph.weights_held_twice(held)
     return out
 
 

@@ -80,6 +80,8 @@ def tune(
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     _check_method(method, target, phases=tuple(phases), robust=robust, cut_head=cut_head)
+    if costs.graph is not None:
+        _check_graph(costs, target, cut_head=cut_head, offload=offload)
     if offload:
         _check_offload(costs, method, target, combined=robust or cut_head)
     ours = target == "octopipe"
@@ -94,7 +96,11 @@ def tune(
     )
     common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
     common |= {"progress": progress, "iterations": iterations}
-    found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
+    if costs.graph is None:
+        found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
+    else:
+        found, more = _search_graph(setting, asked, common, workers=workers, lower_bound_ms=bound)
+        solved = None
     notes += more
     hide = None if target == "megatron" else partial(_hide, costs=costs, budget_s=budget_s, iterations=iterations)
     found, chosen, timeline, mean_ms = _finished(found, costs, robust=robust, seed=seed, hide=hide)
@@ -153,6 +159,39 @@ def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool
             f"{costs.model}: the speed of the link to host memory is not known; give --host-gb-per-s (host_gb_per_s), "
             "or leave --offload out"
         )
+
+
+def _check_graph(costs: CostTable, target: str, *, cut_head: bool, offload: bool) -> None:
+    """Reject what searches along a graph of layers do not support."""
+    what = "--cut-head" if cut_head else "--offload" if offload else f"--for {target}" if target != "octopipe" else ""
+    if what:
+        why = "that runtime runs chains" if target != "octopipe" else "the two cannot be combined"
+        raise OctoPipeError(f"{costs.model} has layers that fork (multi-token prediction), and {why}; leave {what} out")
+
+
+def _search_graph(
+    setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
+    lower_bound_ms: float,
+) -> tuple[Found, list[str]]:  # fmt: skip
+    """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
+    from octopipe.search.graphs.branches import search_graph  # which uses parts of this package
+
+    costs, num_ranks, num_micro_batches = setting
+    notes: list[str] = []
+
+    def search_chain(chain: CostTable, seconds: float) -> Found:
+        changed = common | {"budget_s": seconds}
+        found, _, more = _searched(
+            (chain, num_ranks, num_micro_batches), asked, changed, workers=workers, lower_bound_ms=lower_bound_ms
+        )
+        notes[:] = more
+        return found
+
+    found = search_graph(
+        costs, num_ranks, budget_s=common["budget_s"], seed=common["seed"], counted=common["iterations"] is not None,
+        search_chain=search_chain,
+    )  # fmt: skip
+    return found, notes
 
 
 def _bound_for(
@@ -378,7 +417,7 @@ def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
     return PlanClass(
         recompute=plans.recompute or recomputes,
         copies=plans.copies or bool(plan.replicas()),
-        cuts_head=plans.cuts_head or plan.forks,
+        cuts_head=plans.cuts_head or bool(plan.shards()),
         offloads=plans.offloads or plan.offloads,
     )
 
