@@ -143,6 +143,9 @@ class PredictionLoss:
     `shifted`: a tensor as target holds the next tokens already.
     """
 
+    in_training_alone = True
+    """An evaluation is about the next token."""
+
     def __init__(self, number: int, part: float, *, shifted: bool):
         self.number, self.part, self.shifted = number, part, shifted
 
