@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
         output=args.output,
         target=args.target,
         contended=contended(plan, costs, args.model),
-        predicts="P" in costs.symbols,
+        predicts="P" in costs.symbols and costs.graph is None,
     )
     if args.json:
         print_json(summary(told))
