@@ -210,6 +210,24 @@ def test_what_is_left_out_is_told_and_plans_of_it_say_what_to_do(
     assert "octopipe profile --mtp, then tune the profile" in capsys.readouterr().err
 
 
+@SLOW
+def test_a_plan_of_the_config_with_its_predictions_trains_as_one_process_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicting("deepseek_v3", 1).save_pretrained(tmp_path)
+    model, plan = str(tmp_path / "config.json"), str(tmp_path / "plan.json")
+    asked = ["--pp", "2", "--micro-batches", "2", "--seq", "12", "--iterations", "50", "--no-copies", "-o", plan]
+    assert main(["tune", model, *asked, "--mtp"]) == 0
+    assert "--mtp" in capsys.readouterr().out.split("octopipe train")[1]
+    found = []
+    for more in (["--nproc", "1"], ["--nproc", "2", "--plan", plan]):
+        assert main(["train", model, *FLAGS, "--mtp", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert main(["train", model, *FLAGS, "--plan", plan, "--nproc", "2"]) == 2
+    assert "the plan was made with its multi-token prediction; add --mtp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("family", "count", "flags", "why"),
     [

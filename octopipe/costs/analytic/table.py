@@ -29,15 +29,15 @@ from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights
 from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
 from octopipe.costs.analytic.items import NEARLY_NONE, items_of_micro_batches, settled
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced, reduce_ms, strides_of
+from octopipe.costs.analytic.prediction_paths import graph_of
 from octopipe.costs.analytic.traffic import Exchange, ring_ms
 from octopipe.costs.analytic.work import Flops
 from octopipe.costs.cluster.hardware import Cluster, Link
 from octopipe.costs.cluster.setup import Setup, checkpointed_layers
-from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.models.lengths import Batch
-from octopipe.models.spec import Embedding, Head, Layer, ModelSpec, Moe
+from octopipe.models.spec import Embedding, Layer, ModelSpec, Moe
 
 __all__ = [
     "STATE_BYTES",
@@ -209,7 +209,7 @@ def setup_costs(
         setup=setup,
         tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
         segments=_segments(costs, pricing.exchange) if lanes else None,
-        graph=_graph(spec, pricing, columns["static_bytes"]),
+        graph=graph_of(spec, pricing, columns["static_bytes"]),
         **columns,  # type: ignore[arg-type]
     )
 
@@ -301,20 +301,6 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
     still = pricing.setup.lora is not None or "frozen" in {*layer_states(spec.num_layers, pricing.setup.frozen)}
     one = (frozen_bytes if still else static_bytes)(weights, pricing.setup, pricing.cluster)
     return float(min(one, held[0], held[-1]))
-
-
-def _graph(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> LayerGraph | None:
-    """The connections of layers that fork, and the weight that the heads share, with a tied embedding too."""
-    if not spec.takes:
-        return None
-    if pricing.setup.vocab_parallel:
-        raise OctoPipeError(f"{spec.name}: its heads are on paths of their own (--mtp); leave vocab_parallel out")
-    heads = [k for k, layer in enumerate(spec) if isinstance(layer, Head)]
-    first = spec.layers[heads[0]]
-    weights = Weights(spec.vocab * spec.hidden / pricing.cluster.tp, 0.0)
-    size = static_bytes(weights, pricing.setup, pricing.cluster)
-    layers = (0, *heads) if first.tied_parameters else tuple(heads)
-    return LayerGraph(takes=spec.takes, shared=((layers, float(min(size, *(held[k] for k in layers)))),))
 
 
 def _has_table(layer: Layer) -> bool:

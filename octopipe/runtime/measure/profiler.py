@@ -32,13 +32,13 @@ from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.routing import Routing
 from octopipe.costs.table import CostTable
+from octopipe.runtime.measure.connections import ends_of, input_of, loss_of
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
 from octopipe.runtime.measure.routing import routing_heard
 from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
 from octopipe.runtime.measure.timing import device_of, timed_rounds, wait_all
-from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.turns import exchange_ranks
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
@@ -319,10 +319,10 @@ def _prepare(
     flatten(sample, leaves)
     # Whether a gradient has anywhere to go: to trained parameters below, or to a sample that asks for one.
     passes = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    ends = {i: _loss_of(loss_fn, i, target) for i in _ends(len(group_of), takes)}
+    ends = {i: loss_of(loss_fn, i, target) for i in ends_of(len(group_of), takes)}
     outputs: dict[int, Any] = {-1: sample}
     for i, g in enumerate(group_of):
-        value = _input_of(i, takes, outputs)
+        value = input_of(i, takes, outputs)
         if g not in ready:
             made = layers[i]
             module = made if isinstance(made, nn.Module) else made()
@@ -342,23 +342,6 @@ def _prepare(
         outputs[i] = ready[g].output
     every = sorted(ready)
     return [ready[g] for g in every], [memory[g] for g in every], tuple(routed[g] for g in every)
-
-
-def _ends(count: int, takes: Sequence[Sequence[int]]) -> list[int]:
-    """Layers whose output no layer takes: they run with a loss."""
-    taken = {k for row in takes for k in row} if takes else set(range(count - 1))
-    return [k for k in range(count) if k not in taken]
-
-
-def _loss_of(loss_fn: Callable[..., Tensor], layer: int, target: Any) -> Callable[[Any], Tensor]:
-    mine = loss_fn.of_layer(layer) if isinstance(loss_fn, PathLosses) else loss_fn
-    return lambda out: mine(out, target)
-
-
-def _input_of(layer: int, takes: Sequence[Sequence[int]], outputs: Mapping[int, Any]) -> Any:
-    """What a layer is called with: an output, or several as a tuple, as behind a join."""
-    taken = takes[layer] if takes and layer else (layer - 1,)
-    return outputs[taken[0]] if len(taken) == 1 else tuple(outputs[k] for k in taken)
 
 
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:

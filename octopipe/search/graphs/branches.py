@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from octopipe.base.errors import DoesNotFitError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.branches import along_graph
 from octopipe.plans.paths import neighbours
@@ -41,6 +41,16 @@ HOT, COLD, MOVES = 4e-4, 2e-5, 200
 POLISH_MOVES = 200
 """Times `MOVES` where moves are counted instead of time."""
 Judged = tuple[Plan, Timeline]
+
+
+def check_graph(costs: CostTable, target: str, start: Plan | None, *, cut_head: bool, offload: bool) -> None:
+    """Reject what searches along a graph of layers do not support."""
+    what = "--cut-head" if cut_head else "--offload" if offload else f"--for {target}" if target != "octopipe" else ""
+    why = "that runtime runs chains" if target != "octopipe" else "the two cannot be combined"
+    if not what and start is not None and start.forks:
+        what, why = "--start", "the search begins with chains"
+    if what:
+        raise OctoPipeError(f"{costs.model} has layers that fork (multi-token prediction), and {why}; leave {what} out")
 
 
 def search_graph(
@@ -183,4 +193,4 @@ def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None)
     return (better, after) if after.fits and after.step_ms < best[1].step_ms else best
 
 
-__all__ = ["priced", "search_graph"]
+__all__ = ["check_graph", "priced", "search_graph"]

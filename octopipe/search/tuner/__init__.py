@@ -80,8 +80,6 @@ def tune(
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     _check_method(method, target, phases=tuple(phases), robust=robust, cut_head=cut_head)
-    if costs.graph is not None:
-        _check_graph(costs, target, cut_head=cut_head, offload=offload)
     if offload:
         _check_offload(costs, method, target, combined=robust or cut_head)
     ours = target == "octopipe"
@@ -96,11 +94,7 @@ def tune(
     )
     common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
     common |= {"progress": progress, "iterations": iterations}
-    if costs.graph is None:
-        found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
-    else:
-        found, more = _search_graph(setting, asked, common, workers=workers, lower_bound_ms=bound)
-        solved = None
+    found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
     notes += more
     hide = None if target == "megatron" else partial(_hide, costs=costs, budget_s=budget_s, iterations=iterations)
     found, chosen, timeline, mean_ms = _finished(found, costs, robust=robust, seed=seed, hide=hide)
@@ -161,22 +155,15 @@ def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool
         )
 
 
-def _check_graph(costs: CostTable, target: str, *, cut_head: bool, offload: bool) -> None:
-    """Reject what searches along a graph of layers do not support."""
-    what = "--cut-head" if cut_head else "--offload" if offload else f"--for {target}" if target != "octopipe" else ""
-    if what:
-        why = "that runtime runs chains" if target != "octopipe" else "the two cannot be combined"
-        raise OctoPipeError(f"{costs.model} has layers that fork (multi-token prediction), and {why}; leave {what} out")
-
-
 def _search_graph(
     setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
     lower_bound_ms: float,
 ) -> tuple[Found, list[str]]:  # fmt: skip
     """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
-    from octopipe.search.graphs.branches import search_graph  # which uses parts of this package
+    from octopipe.search.graphs.branches import check_graph, search_graph  # which uses parts of this package
 
     costs, num_ranks, num_micro_batches = setting
+    check_graph(costs, asked.target, common["start"], cut_head=asked.cut_head, offload=asked.offload)
     notes: list[str] = []
 
     def search_chain(chain: CostTable, seconds: float) -> Found:
@@ -248,7 +235,10 @@ def _searched(
     lower_bound_ms: float,
 ) -> tuple[Found, Solved | None, list[str]]:  # fmt: skip
     """Run the selected search. Returns what it found, what the solver proved (if it ran), and notes for the user."""
-    costs, notes = setting[0], []
+    costs, notes = setting[0], list[str]()
+    if costs.graph is not None:
+        found, notes = _search_graph(setting, asked, common, workers=workers, lower_bound_ms=lower_bound_ms)
+        return found, None, notes
     if asked.method == "exact":
         solved = solve(*setting, workers=workers, **common)
         if costs.exchanges:
