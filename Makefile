@@ -24,7 +24,7 @@ test-all: $(VENV)/.test
 # What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
 test-torch: $(VENV)/.test
 	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow" tests/adapters/test_torch_private.py tests/adapters/test_torch_engine.py \
-		tests/adapters/test_torchtitan.py tests/runtime/test_runtime_private.py tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
+		tests/adapters/test_torchtitan.py tests/runtime/test_runtime_private.py tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_stage_values.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts examples

@@ -14,14 +14,12 @@ are not captured as CUDA graphs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
-from one_line import needs_device, start
+from one_line import needs_device, start, write_json
 
 from octopipe.models.layers import Block, Embedding, Head, Mlp
 from octopipe.models.mixers import Attention
@@ -198,9 +196,7 @@ def main() -> None:
     listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731
     share = args.share if args.device == "cuda" else None
     found = on_ranks(task, args.nproc, args, device=args.device, timeout_s=280, listen=listen, share_percent=share)[0]
-    target = Path(args.out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(found, args.out)
     tell(found)
 
 

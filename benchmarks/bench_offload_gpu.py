@@ -17,15 +17,14 @@ a layer takes in relation to its copy: `--share 4` gives the relation of long co
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from one_line import needs_device, start
+from one_line import needs_device, start, write_json
+from op_times import by_kind
 
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import llama
@@ -124,6 +123,7 @@ def measured(work: Any, plan: Any, world: Any, profile: Any, args: argparse.Name
         "to_host_gib_a_step": [b / GIB / steps for b, _ in moved],
         "pinned_gib": [b / GIB for _, b in moved],
         "loss": trial.loss,
+        "ops": by_kind(plan, expected, trial.timeline),
     }
 
 
@@ -217,9 +217,7 @@ def main() -> None:
     else:
         with Mps.start(num_ranks=args.nproc, share_percent=args.share) as mps:
             found = run_ranks(task, args.nproc, args, environment=mps.environment, **options)[0]
-    target = Path(args.out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(found, args.out)
     tell(found)
 
 

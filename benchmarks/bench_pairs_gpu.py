@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from one_line import needs_device, start
+from op_times import by_kind
 
 EP = 2
 TRANSPORT = "cuda_ipc"
@@ -392,13 +393,13 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
         row: dict[str, Any] = {"plan": name, "exchange_share": exchange, "num_pairs": len(paired.pairs)}
         for key, run in made.items():
             trial = run.trial()
-            foreseen = predict(both[key], profile).makespan_ms
+            expected = predict(both[key], profile)
+            foreseen = expected.makespan_ms
             row[key] = {
                 "ms": trial.step_ms, "predicted_ms": foreseen, "error": foreseen / trial.step_ms - 1,
                 "steps_ms": [round(x, 2) for x in trial.steps_ms], "loss": trial.loss,
+                "ops": by_kind(both[key], expected, trial.timeline),
             }  # fmt: skip
-            if rank == 0:
-                trial.timeline.save(Path(args.out, f"timeline.pp{pp}.{name}.{key}.json"))
         row["gain"] = row["without"]["ms"] / row["pairs"]["ms"]
         row["promised"] = row["without"]["predicted_ms"] / row["pairs"]["predicted_ms"]
         write(row)

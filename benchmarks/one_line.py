@@ -1,10 +1,11 @@
 """What keeps a benchmark from running, in one line with exit code 2, as the commands of the package say it.
 
-Knows: how a benchmark's `main` is started. Does not know: what is measured.
+Knows: how a benchmark's `main` is started and its results are written. Does not know: what is measured.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,13 @@ def needs_device(device: str) -> None:
 
     if device.startswith("cuda") and torch.cuda.device_count() == 0:
         raise OctoPipeError("no CUDA GPU here; run it on a machine that has one, or try it with --device cpu")
+
+
+def write_json(found: object, path: str) -> None:
+    """Write what was measured to a file, whose folder is made if it is missing."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def start(main: Callable[[], object]) -> None:

@@ -131,7 +131,9 @@ def simulate(
         built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
         return _of(run(built, costs, channel=channel, label=label, check=check), named)
     if split_backward is not None or options or chunks is not None:
-        raise OctoPipeError("a plan is decided already; leave split_backward, chunks and options out, or name a system")
+        raise OctoPipeError(
+            "a plan already contains these decisions; leave split_backward, chunks and options out, or name a system"
+        )
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if not isinstance(given, Plan | Program):
         raise OctoPipeError(f"plan is a {type(given).__name__}; give a system's name, a plan file or a Plan")

@@ -44,6 +44,7 @@ STAGES = (
     "tests/runtime/test_stage_again.py",
     "tests/runtime/test_rerun.py",
     "tests/runtime/test_wgrad.py",
+    "tests/runtime/test_stage_values.py",
 )
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("octopipe/plans/plan.py", ("tests/plans/test_plan_rules.py", "tests/plans/test_plan.py")),

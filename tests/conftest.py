@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from known_warnings import as_lines
 from ranks import Ranks, close_shared, same_numbers, shared_ranks, start_server
 
 from octopipe.costs.measured import AUTHORS
@@ -23,6 +24,8 @@ settings.load_profile("same")
 
 def pytest_configure(config: pytest.Config) -> None:
     """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
+    for line in as_lines():
+        config.addinivalue_line("filterwarnings", line)
     if hasattr(config, "workerinput") and importlib.util.find_spec("torch"):
         start_server()
 

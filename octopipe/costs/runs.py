@@ -146,7 +146,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         raise OctoPipeError(f"recompute is {brief(recompute)}; one of none, selective, full, or empty")
     exchange = cells.get("exchange", "")
     if exchange not in EXCHANGES:
-        raise OctoPipeError(f"exchange is {brief(exchange)}; one of exposed, hidden, or empty")
+        raise OctoPipeError(f"exchange is {brief(exchange)}; one of exposed, paired, hidden, or empty")
     if cells.get("layout", "") not in ("", "balanced"):
         raise OctoPipeError(f"layout is {brief(cells['layout'])}; balanced, or empty: as many layers on every stage")
     zero, gradients = cells.get("zero", "") or "1", cells.get("gradients", "") or None

@@ -28,14 +28,11 @@ from octopipe.huggingface.shell import (
     Refused,
     as_layer_returns,
     collect,
-    fill_buffers,
     hidden_leaf,
     leaves_of,
     outside,
-    real_buffer,
-    shell_of,
+    shell_of_zeros,
     text_config,
-    zeros_like_all_of,
 )
 from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
 
@@ -194,16 +191,7 @@ class _Trace:
         """Autograd does not show what a forward computes from parameters without gradients."""
 
     def run(self) -> Anatomy:
-        shell, answers = shell_of(
-            self.model,
-            self.path,
-            lambda name, old: (
-                zeros_like_all_of(old, "cpu").requires_grad_(old.is_floating_point())
-                if isinstance(old, nn.Parameter)
-                else real_buffer(old, "cpu")
-            ),
-        )
-        fill_buffers(self.model, shell)
+        shell, answers = shell_of_zeros(self.model, self.path, gradients=True)
         shell.eval()
         names = {id(value): name for name, value in self._named(shell)}
         watch = _Watch(names, self.provenance)

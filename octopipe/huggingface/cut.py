@@ -70,7 +70,10 @@ def layers(
     """
     if isinstance(source, nn.Module):
         if num_layers is not None or pretrained or attention is not None or liger:
-            raise OctoPipeError("num_layers, attention, liger and pretrained are for a config or a path, no model")
+            raise OctoPipeError(
+                "num_layers, attention, liger and pretrained apply to a config or a path, not to a model that has been "
+                "built; leave them out"
+            )
         model = inner_model(source)
         if predictions is not None:
             model = with_predictions(model, predictions)

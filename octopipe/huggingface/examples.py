@@ -19,12 +19,9 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.shell import (
-    fill_buffers,
     hidden_leaf,
     leaves_of,
-    real_buffer,
-    shell_of,
-    zeros_like_all_of,
+    shell_of_zeros,
 )
 
 ROWS, TOKENS = 5, 7
@@ -189,9 +186,7 @@ def _tokens_an_image(model: nn.Module, given: Mapping[str, Tensor]) -> int:
     """How many features an image becomes, from the model's own code around placeholder layers."""
     if not any(hasattr(m, "get_image_features") for m in (model, getattr(model, "model", None))):
         raise _unknown(model)
-    zeros = lambda _, old: zeros_like_all_of(old, "cpu") if isinstance(old, nn.Parameter) else real_buffer(old, "cpu")  # noqa: E731
-    shell, answers = shell_of(model, stacks(model), zeros)
-    fill_buffers(model, shell)
+    shell, answers = shell_of_zeros(model, stacks(model))
     core: Any = shell if hasattr(shell, "get_image_features") else shell.model
     names = inspect.signature(inspect.unwrap(type(core).get_image_features)).parameters
     problem: Exception | None = None

@@ -183,7 +183,9 @@ def with_items(
     if images and form.decodes:
         raise OctoPipeError(f"{where} is an encoder-decoder, which reads one input per sequence; leave --images out")
     if images and not form.places:
-        raise OctoPipeError(f"{where}: its images take no token's place, and each sequence has one; leave --images out")
+        raise OctoPipeError(
+            f"{where}: its images occupy no tokens of the sequence, and each sequence has one; leave --images out"
+        )
     if any(count != int(count) for count in images) and len(images) > 1:
         raise OctoPipeError(f"{where}: --images of single sequences are whole numbers; give no fractions in a list")
     form = replace(form, images=images)

@@ -165,7 +165,7 @@ def _split(batch: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[0] != rows:
             raise OctoPipeError(
-                f"{name} has not {rows} rows as the labels do; give one row per sequence, or a list with one batch for "
-                "each micro-batch"
+                f"{name} does not have {rows} rows as the labels have; give one row per sequence, or a list with one "
+                "batch for each micro-batch"
             )
     return [dict(zip(named, row)) for row in zip(*(v.tensor_split(count) for v in named.values()))]

@@ -21,12 +21,9 @@ from octopipe.huggingface.labels import IGNORED, AlignedLoss, CausalLoss
 from octopipe.huggingface.sections import quiet
 from octopipe.huggingface.shell import (
     Unpacked,
-    fill_buffers,
     hidden_leaf,
     leaves_of,
-    real_buffer,
-    shell_of,
-    zeros_like_all_of,
+    shell_of_zeros,
 )
 
 
@@ -80,12 +77,7 @@ def _asked(
     model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss that the forward computes of random logits, with these logits and labels."""
-    shell, answers = shell_of(
-        model,
-        paths,
-        lambda _, old: zeros_like_all_of(old, "cpu") if isinstance(old, nn.Parameter) else real_buffer(old, "cpu"),
-    )
-    fill_buffers(model, shell)
+    shell, answers = shell_of_zeros(model, paths)
     shell.eval()
     projection = shell.get_output_embeddings()  # type: ignore[operator]
     names = [name for name, module in shell.named_modules() if module is projection]

@@ -80,7 +80,7 @@ class Passage(nn.Module):
         alien = sorted(set(given) - set(self._sections.inputs) - {"attention_mask", "position_ids"})
         if alien:
             mend = "give labels as the target" if "labels" in alien else f"use {', '.join(self._sections.inputs)}"
-            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the example of the model has not; {mend}")
+            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {mend}")
         return {"inputs": given}
 
     def _stand_ins_on(self, device: torch.device) -> None:

@@ -135,7 +135,10 @@ class Embed(nn.Module):
         out = self.model.get_input_embeddings()  # type: ignore[operator]
         paths = [name for name, module in self.named_modules() if module is out]
         if not paths or not isinstance(out, nn.Embedding):
-            raise OctoPipeError(f"the embedding of {type(self.model).__name__} is no plain one and cannot be cut")
+            raise OctoPipeError(
+                f"the embedding of {type(self.model).__name__} is not a plain lookup and cannot be cut; use a plan "
+                "with a whole embedding"
+            )
         path = f"{paths[0]}.weight"
         found = [masked_embedding(*with_rows(self, path, k, count)[:2], paths[0]) for k in range(count)]
         ids = torch.arange(min(8, out.num_embeddings), device=out.weight.device)[None]

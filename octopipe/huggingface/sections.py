@@ -27,13 +27,10 @@ from octopipe.huggingface.provenance import Provenance
 from octopipe.huggingface.shell import (
     Refused,
     Unpacked,
-    fill_buffers,
     hidden_leaf,
     leaves_of,
     outside,
-    real_buffer,
-    shell_of,
-    zeros_like_all_of,
+    shell_of_zeros,
 )
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
@@ -229,16 +226,7 @@ class _Trace:
         self.provenance = Provenance()
 
     def run(self) -> Sections:
-        shell, answers = shell_of(
-            self.model,
-            self.paths,
-            lambda name, old: (
-                zeros_like_all_of(old, "cpu").requires_grad_(old.is_floating_point())
-                if isinstance(old, nn.Parameter)
-                else real_buffer(old, "cpu")
-            ),
-        )
-        fill_buffers(self.model, shell)
+        shell, answers = shell_of_zeros(self.model, self.paths, gradients=True)
         shell.eval()
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             if not name.startswith(tuple(f"{path}." for path in self.paths)):

@@ -247,6 +247,25 @@ _UNFILLED = {torch.empty, torch.empty_strided}
 _FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
+def shell_of_zeros(
+    model: nn.Module, paths: str | Sequence[str], *, gradients: bool = False
+) -> tuple[nn.Module, LayerAnswers]:
+    """A shell to follow a forward in: its parameters are zeros that take no memory, its buffers have their values.
+
+    `gradients`: parameters take gradients, so that autograd shows what was computed from them.
+    """
+
+    def tensor(_: str, old: Tensor) -> Tensor:
+        if not isinstance(old, nn.Parameter):
+            return real_buffer(old, "cpu")
+        zeros = zeros_like_all_of(old, "cpu")
+        return zeros.requires_grad_(old.is_floating_point()) if gradients else zeros
+
+    shell, answers = shell_of(model, paths, tensor)
+    fill_buffers(model, shell)
+    return shell, answers
+
+
 def real_buffer(old: Tensor, device: torch.device | str) -> Tensor:
     """A buffer to be filled (see `fill_buffers`), or a copy of a real one."""
     if old.device.type != "meta":

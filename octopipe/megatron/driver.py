@@ -97,7 +97,7 @@ def forward_backward_func(
 
 
 class PlanDriver:
-    """Walks one rank's program over Megatron's chunks; made ready at the first step, when groups are known."""
+    """Runs one rank's program on Megatron's chunks. It is prepared in the first step, when process groups are known."""
 
     def __init__(
         self,
@@ -131,7 +131,9 @@ class PlanDriver:
     def _open(self, models: Sequence[Any], group: Any) -> None:
         rank = group.rank()
         if group.size() != self.plan.num_ranks:
-            raise OctoPipeError(f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}")
+            raise OctoPipeError(
+                f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}; use as many"
+            )
         self._check_models(models, rank)
         world = World(group if group.size() > 1 else None)
         parameter = next((p for m in models for p in m.parameters()), None)
@@ -160,7 +162,8 @@ class PlanDriver:
                 self._check_engine(split, number, rank)
 
     def _check_recomputation(self, models: Sequence[Any]) -> None:
-        """What the plan's prices recompute is Megatron's to do: without its flags a run holds more than was planned."""
+        """Raise unless Megatron's flags recompute what the plan's costs assume: without them a run needs more memory
+        than was planned."""
         from megatron.core.utils import get_model_config
 
         wanted = priced_recomputation(self.plan)
@@ -189,7 +192,8 @@ class PlanDriver:
         )
 
     def _tell_other_precision(self, models: Sequence[Any], rank: int) -> None:
-        """A word, once, where the plan was made from times of another precision: what it promises is not this run's."""
+        """Warn once if the plan was made from times in another precision, because its predictions are not for this
+        run."""
         from megatron.core.utils import get_model_config
 
         measured = mode_from_object(self.plan.extra.get(MODE), "the plan")
@@ -205,7 +209,8 @@ class PlanDriver:
             )
 
     def _check_engine(self, split: Split, number: int, rank: int) -> None:
-        """Transformer Engine lets weight gradients out in the order they went in."""
+        """Raise if W would run in another order than I: Transformer Engine computes deferred weight gradients first in,
+        first out."""
         order = [op for op in self.plan.orders[rank] if op.stage == number]
         inputs = [op.micro_batch for op in order if op.kind == "I"]
         weights = [op.micro_batch for op in order if op.kind == "W"]
@@ -276,7 +281,8 @@ class PlanDriver:
         return [item for _, item in sorted(walk.losses.items())]
 
     def _finish(self, config: Any, groups: Any, num_tokens: Tensor, force_all_reduce: bool) -> None:
-        """Ties, data-parallel reduction, Megatron's own finalization."""
+        """Add the gradients of tied embeddings, reduce over data-parallel ranks, and call Megatron's own
+        finalization."""
         assert self._mine is not None
         add_up(local_ties(self.plan, self._mine.rank, self._models))
         for model in self._models:
@@ -297,7 +303,8 @@ class PlanDriver:
         config.finalize_model_grads_func(self._models, tokens, **more)
 
     def timeline(self, label: str = "") -> Timeline:
-        """What the last training step did on every rank, on one clock (collective over the pipeline)."""
+        """The measured timeline of the last training step on all ranks, with a common clock (collective over the
+        pipeline)."""
         if not self._record:
             raise OctoPipeError("ops were not timed; make the function with forward_backward_func(plan, record=True)")
         if self._mine is None or self._recorder is None:
@@ -306,7 +313,7 @@ class PlanDriver:
         return measured_timeline(self._mine, self._recorder, self._world.control, self._costs, label)
 
     def close(self) -> None:
-        """Give back what the transport holds outside this process."""
+        """Release the resources that the transport holds outside this process."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._mine = None

@@ -21,7 +21,7 @@ _DONE: list[bool] = []
 
 
 def use_cpu() -> None:
-    """Make Megatron-Core take the host's memory for its device; a second call does nothing."""
+    """Make Megatron-Core use the CPU as its device; a second call does nothing."""
     if _DONE:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -52,7 +52,7 @@ def use_cpu() -> None:
 
 
 class _HostStream:
-    """A stream of the host: what was queued on it is done."""
+    """Stands for a CUDA stream on a CPU, where queued work has already been done."""
 
     def record_event(self) -> _HostStream:
         return self
@@ -69,12 +69,12 @@ class _HostStream:
 
 
 def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What `maybe_move_tensor_to_cpu` gives for a tensor of a GPU."""
+    """The result that `maybe_move_tensor_to_cpu` has for a tensor on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _on_host(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which takes "cuda" for the host."""
+    """The same function, in which the device "cuda" means the CPU."""
 
     def made(*args: Any, **more: Any) -> Any:
         if str(more.get("device", "")).startswith("cuda"):

@@ -25,7 +25,9 @@ def for_megatron(plan: Plan) -> Plan:
     """
     plan.check()
     if plan.forks:
-        raise OctoPipeError("Megatron-Core's chunks form one chain; this plan's paths fork or join")
+        raise OctoPipeError(
+            "Megatron-Core's chunks form one chain; this plan's paths fork or join: use `octopipe train`"
+        )
     if plan.offloads:
         raise OctoPipeError(
             "activations of Megatron-Core's chunks are not moved to host memory here, which this plan needs to fit; "
@@ -78,7 +80,7 @@ def embedding_ranks(plan: Plan) -> Callable[..., list[int]]:
 
 
 def symbols_of(plan: Plan) -> str:
-    """The layers' letters: of the preset the plan is about, or E, T, ..., T, L."""
+    """One letter per layer: those of the preset that the plan was made for, or E, T, ..., T, L."""
     from octopipe.models.zoo import PRESETS
 
     if plan.model in PRESETS:
@@ -89,12 +91,13 @@ def symbols_of(plan: Plan) -> str:
 
 
 def layout(plan: Plan, symbols: str | None = None) -> MegatronLayout:
-    """The plan in the flags Megatron has, for its own schedules; one line says why where it cannot be."""
+    """The plan as Megatron's flags, for its own schedules, or one line that says why no flags can express it."""
     return megatron_layout(plan, symbols or symbols_of(plan))
 
 
 def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
-    """For `config.pipeline_model_parallel_layout`: layers of every chunk by this plan, wherever chunks lie.
+    """The value of `config.pipeline_model_parallel_layout`: the layers of every chunk in this plan, under any
+    placement.
 
     `mtp_layers`: how many of the plan's layers before the last are multi-token prediction.
     """

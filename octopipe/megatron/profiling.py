@@ -51,7 +51,7 @@ from octopipe.runtime.measure.timing import Timed, timed_rounds, wait_all
 from octopipe.runtime.ranks.world import World
 
 FACTORS = 0.7, 1.4
-"""By how much layers are corrected at most to add up to their chunks."""
+"""The largest correction by which layer times are scaled to add up to the times of their chunks."""
 
 
 def profile(
@@ -139,14 +139,14 @@ def profile(
 def _links(
     rows: Sequence[dict[str, Any]], world: World, device: torch.device, transport: str | None
 ) -> dict[tuple[int, int], Link]:
-    """Links between all ranks, measured with tensors up to the size of those between stages."""
+    """The links between all ranks, measured with tensors up to the size of those that stages exchange."""
     boundary = int(max(row["boundary_bytes"] for row in rows))
     sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
     return measure_links(world, device, sizes=sizes, transport=transport)
 
 
 def _about(rows: Sequence[dict[str, Any]], factors: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """What the profile says about the measurement itself."""
+    """The description of the measurement that is stored in the profile."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "layers": [row["kind"] for row in sorted(rows, key=_place)],
@@ -157,7 +157,7 @@ def _about(rows: Sequence[dict[str, Any]], factors: np.ndarray, device: torch.de
 
 
 def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> list[int | None]:
-    """Every chunk's first decoder layer by the plan; None where the layers are asked themselves."""
+    """The first decoder layer of every chunk according to the plan; None if the layers know their own numbers."""
     if plan is None:
         return [None] * len(chunks)
     plan = for_megatron(plan)
@@ -175,7 +175,8 @@ def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> 
 def _times(
     units: Sequence[Timed], world: World, device: torch.device, repeats: int, warm_up: int, levels: Sequence[int]
 ) -> tuple[Any, dict[int, Any]]:
-    """Medians over rounds [units, 3] with all ranks at work, and with only so many of them."""
+    """Medians over rounds, [units, 3], with all ranks busy, and for each smaller number of busy ranks that was
+    measured."""
     ring = list(range(len(units)))
     wait_all(world.control)
     timed_rounds(units, max(1, warm_up), ring, device)
@@ -199,7 +200,7 @@ def _times(
 
 
 class _Row:
-    """What a rank knows of one unit."""
+    """The measurements of one unit on the rank that holds it."""
 
     def __init__(self, unit: Unit, loaded: Any, partial: dict[int, Any], memory: dict[str, float]):
         self._unit, self._loaded, self._partial, self._memory = unit, loaded, partial, memory
@@ -282,7 +283,7 @@ def _table(
 
 
 def _allocated(device: torch.device) -> float:
-    """Bytes that tensors have on a GPU; on a CPU nobody keeps books."""
+    """Bytes that tensors occupy on a GPU; 0 on a CPU, whose allocator does not report them."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.synchronize(device)
@@ -290,7 +291,7 @@ def _allocated(device: torch.device) -> float:
 
 
 def precision_of_chunks(config: Any, chunks: Sequence[nn.Module]) -> str:
-    """The name (`costs/mode.py`) of what Megatron's flags and DDP make chunks compute in."""
+    """The name (`costs/mode.py`) of the precision that Megatron's flags and DDP select for the chunks."""
     if not (config.bf16 or config.fp16):
         return "fp64" if config.params_dtype is torch.float64 else "fp32"
     wide = any(getattr(p, "main_grad", p).dtype is torch.float32 for c in chunks for p in c.parameters())

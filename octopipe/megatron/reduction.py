@@ -28,7 +28,8 @@ def megatron_groups() -> Any:
 
 @contextlib.contextmanager
 def no_sync(config: Any, models: Sequence[Any]) -> Iterator[None]:
-    """No reduction while gradients are incomplete: what the config says, or the chunks' own way."""
+    """A context without gradient reduction, for incomplete gradients: `no_sync_func` of the config, or the chunks'
+    own."""
     known = config.no_sync_func
     makers = known if isinstance(known, list) else [known] if known is not None else []
     if not makers:
@@ -40,7 +41,8 @@ def no_sync(config: Any, models: Sequence[Any]) -> Iterator[None]:
 
 
 def start_reduction(model: Any, force_all_reduce: bool) -> None:
-    """Overlapped reduction: Megatron's hooks start a bucket when its last gradient comes; ours come all at once."""
+    """Start the overlapped reduction of a chunk. Megatron's hooks start a bucket with its last gradient, but the
+    deferred gradients of a chunk become complete together."""
     if not getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
         return
     for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:

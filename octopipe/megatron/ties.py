@@ -42,7 +42,7 @@ def _predicts(model: Any) -> bool:
 
 
 def add_up(ties: Sequence[Sequence[Any]]) -> None:
-    """Every copy gets the sum of all copies' gradients."""
+    """Set the gradient of every copy to the sum over all copies."""
     for parameters in ties:
         grads = [g for g in (gradient(p) for p in parameters) if g is not None]
         if not grads:
@@ -59,6 +59,6 @@ def add_up(ties: Sequence[Sequence[Any]]) -> None:
 
 
 def gradient(parameter: Any) -> Any:
-    """Where Megatron collects a parameter's gradient: `main_grad` under DDP, else `grad`."""
+    """The tensor in which Megatron accumulates a parameter's gradient: `main_grad` under DDP, otherwise `grad`."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main

@@ -37,7 +37,7 @@ from octopipe.search.tuner import tune
 from octopipe.simulation.timeline import Timeline
 
 WARM_UP_STEPS = 2
-"""Steps whose times are not kept: libraries choose kernels and the allocator finds its sizes."""
+"""Number of warm-up steps, in which libraries select kernels and the allocator grows; their times are discarded."""
 
 
 def tune_measured(

@@ -20,7 +20,7 @@ from octopipe.runtime.values import flatten, rebuild
 from octopipe.runtime.wire.buffers import storage_bytes
 
 EMBEDDING, HEAD = 0, -1
-"""Numbers of the units that are no decoder layers; those have Megatron's own, from 1 on."""
+"""Numbers of the units that are not decoder layers. Decoder layers have Megatron's own numbers, which begin at 1."""
 
 
 class ForwardStep:
@@ -35,7 +35,7 @@ class ForwardStep:
         self.config, self._cp_size, self._hidden = config, cp_size, hidden
 
     def hidden_states(self, device: torch.device) -> Tensor:
-        """What a chunk gets from the one before it: [tokens, batch, width]."""
+        """Random hidden states of the shape that a chunk receives from the preceding one: [tokens, batch, width]."""
         dtype = self.config.pipeline_dtype or self.config.params_dtype
         return torch.randn(self._hidden, dtype=dtype, device=device).requires_grad_()
 
@@ -49,7 +49,7 @@ class ForwardStep:
 
 
 class Unit:
-    """Something of a chunk that runs alone: F, I and W, as the drop-in runs them."""
+    """A part of a chunk whose F, I and W run alone, through the same code as in the drop-in."""
 
     number = EMBEDDING
     kind = ""
@@ -77,7 +77,7 @@ class Unit:
         mark()
 
     def let_go(self) -> None:
-        """The layers are Megatron's own again."""
+        """Restore Megatron's own products in the layers."""
         self._split.let_go()
 
     def _backward(self, output: Tensor) -> None:
@@ -87,7 +87,8 @@ class Unit:
             torch.autograd.backward(output, self._slope)
 
     def memory(self) -> dict[str, float]:
-        """Bytes held from F to I and from I to W, parameters, their gradients, the output."""
+        """Bytes that are held from F to I and from I to W, and bytes of parameters, of their gradients and of the
+        output."""
         self._split.take_over()
         parameters = list(self.module.parameters())
         # Asked of the class: Megatron's DDP has a list of its own under the name `buffers`.
@@ -170,7 +171,7 @@ class Unit:
 
 
 class Layer(Unit):
-    """A decoder layer, called as its own block called it."""
+    """A decoder layer, called with the arguments that its block passed to it."""
 
     def __init__(self, module: nn.Module, number: int, arguments: tuple[Any, ...], named: dict[str, Any]):
         super().__init__(module)
@@ -211,7 +212,8 @@ class Chunk(Unit):
 
 
 class WholeBackward:
-    """A chunk with F and B as plans without I and W run them: Megatron's own products, which no split has."""
+    """A chunk with F and B, as plans with a fused backward run it: with Megatron's own products instead of the split
+    ones."""
 
     def __init__(self, chunk: Chunk):
         self._chunk = chunk
@@ -308,13 +310,13 @@ def _is_embedding(inner: Any, parameter: Tensor) -> bool:
 
 
 def _old(tensor: Tensor, known: Sequence[Tensor]) -> bool:
-    """Whether a tensor lies in the memory of one of these."""
+    """Whether a tensor shares memory with one of these tensors."""
     where = tensor.untyped_storage().data_ptr()
     return any(t.untyped_storage().data_ptr() == where for t in known)
 
 
 def recorded_bytes(units: Sequence[Unit]) -> float:
-    """What all units keep to run again, each memory once."""
+    """Bytes that all units keep in order to run again; shared memory is counted once."""
     return float(storage_bytes([t for unit in units for t in unit.recorded()], {}))
 
 
@@ -324,7 +326,7 @@ def _device(module: nn.Module) -> torch.device:
 
 @contextmanager
 def _without_layers(inner: Any, *, first: bool, last: bool) -> Iterator[None]:
-    """The model with an empty decoder and only the ends asked for."""
+    """The model with an empty decoder and only the requested ends (embedding or head)."""
     decoder = inner.decoder
     kept = decoder.layers, inner.pre_process, inner.post_process, decoder.pre_process
     decoder.layers = nn.ModuleList()
@@ -343,7 +345,7 @@ def _without_layers(inner: Any, *, first: bool, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gradients_apart(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """`.grad` as it was; what Megatron's DDP collects in `main_grad` is zero afterwards."""
+    """A context that restores `.grad` at its end and sets to zero what Megatron's DDP accumulated in `main_grad`."""
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     before = [p.grad for p in parameters]
     for p in parameters:
@@ -358,7 +360,7 @@ def gradients_apart(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _kind_of(layer: nn.Module) -> str:
-    """A layer in words: its class, and what it holds where the class alone does not tell."""
+    """A description of a layer: its class, and its parts if the class alone does not identify it."""
     parts = []
     for name, word in (("self_attention", "attention"), ("mixer", "mixer"), ("mlp", "mlp")):
         part = getattr(layer, name, None)

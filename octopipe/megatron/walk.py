@@ -50,7 +50,7 @@ class Walk:
         force_all_reduce: bool,
         recorder: Recorder | None = None,
     ):
-        """`recorder`: gets the start and the end of every op."""
+        """`recorder` receives the start and the end of every op."""
         from megatron.core.pipeline_parallel import schedules
 
         self.plan, self.mine, self.transport = plan, mine, transport
@@ -118,7 +118,7 @@ class Walk:
 
     @contextlib.contextmanager
     def _timed(self, op: int) -> Iterator[None]:
-        """The op with this place in the rank's order runs inside."""
+        """A context that records the times of the op at this position of the rank's order."""
         recorder = self._recorder
         if recorder is None:
             yield
@@ -132,7 +132,7 @@ class Walk:
         recorder.ended[op] = time.perf_counter()
 
     def forward_only(self) -> None:
-        """The forwards of the plan, in its order; nothing is kept."""
+        """Run the forwards of the plan in its order, without keeping anything for a backward."""
         transport, sent = self.transport, []
         transport.begin_step()
         for ins in self.mine.steps:
@@ -260,7 +260,7 @@ class Walk:
 
 
 class _Run:
-    """One micro-batch's passage through a chunk, from F to W."""
+    """The state of one micro-batch in one chunk between F and W."""
 
     __slots__ = ("input", "output", "queue", "random", "value")
 
@@ -320,7 +320,7 @@ def _set_random_state(state: Any) -> None:
 
 @contextlib.contextmanager
 def _random(state: Any) -> Iterator[None]:
-    """The random numbers of an earlier moment, and the present ones again afterwards."""
+    """A context with the random state of an earlier moment; the present state is restored afterwards."""
     now = _random_state()
     _set_random_state(state)
     try:

@@ -24,7 +24,7 @@ from octopipe.runtime.stages.wgrad_ops import add_into, times, wide_product
 from octopipe.runtime.torch_private import unsafe_view
 
 _HOLDER = "_octopipe_split"
-"""The attribute of a layer whose products go to a split."""
+"""Name of the attribute by which a layer refers to the split that its products use."""
 
 
 class Split:
@@ -69,7 +69,7 @@ def _local_linears(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def _with_own_queue(chunk: nn.Module) -> list[nn.Module]:
-    """The innermost modules with `backward_dw` whose config puts weight gradients off."""
+    """The innermost modules with `backward_dw` whose config defers weight gradients."""
     out = []
     for module in chunk.modules():
         if not callable(getattr(module, "backward_dw", None)):
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
 
 
 def _add(parameter: Tensor, grad: Tensor, input: Tensor, group: Any) -> None:
-    """Add grad.T @ input where the parameter's gradient is collected."""
+    """Add grad.T @ input to the tensor in which the parameter's gradient is accumulated."""
     whole = _gathered(input, group) if group is not None else input
     a, b = grad.reshape(-1, grad.shape[-1]), whole.reshape(-1, whole.shape[-1])
     main = getattr(parameter, "main_grad", None)

@@ -47,6 +47,8 @@ class Layer:
     """Width of the residual stream."""
 
     kind: ClassVar[str] = "layer"
+    letter: ClassVar[str] = ""
+    """The symbol, where it is the same for all layers of this kind."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -58,7 +60,7 @@ class Layer:
     @property
     def symbol(self) -> str:
         """One character: the layer's letter in a pattern."""
-        raise NotImplementedError
+        return self.letter
 
     @property
     def parameters(self) -> int:
@@ -103,10 +105,7 @@ class Embedding(Layer):
     """The embedding is multiplied by this (Gemma: the square root of the width)."""
 
     kind: ClassVar[str] = "embedding"
-
-    @property
-    def symbol(self) -> str:
-        return "E"
+    letter: ClassVar[str] = "E"
 
     @property
     def parameters(self) -> int:
@@ -127,10 +126,7 @@ class Mlp(Layer):
     post_norm: bool = False
 
     kind: ClassVar[str] = "mlp"
-
-    @property
-    def symbol(self) -> str:
-        return "-"
+    letter: ClassVar[str] = "-"
 
     @property
     def matrices(self) -> int:
@@ -165,15 +161,12 @@ class Moe(Layer):
     """Routed experts work in this narrower width, between two projections; 0: they see the whole width."""
 
     kind: ClassVar[str] = "moe"
+    letter: ClassVar[str] = "#"
 
     def __post_init__(self) -> None:
         Layer.__post_init__(self)
         if self.top_k > self.experts:
             raise OctoPipeError(f"moe layer: top {self.top_k} of {self.experts} experts; lower top_k")
-
-    @property
-    def symbol(self) -> str:
-        return "#"
 
     @property
     def matrices(self) -> int:
@@ -276,14 +269,11 @@ class Mtp(Layer):
     token's embedding from the embedding instead of holding the table (`ModelSpec.with_prediction_paths`)."""
 
     kind: ClassVar[str] = "mtp"
+    letter: ClassVar[str] = "P"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self.hidden or self.block.hidden)
         Layer.__post_init__(self)
-
-    @property
-    def symbol(self) -> str:
-        return "P"
 
     @property
     def parameters(self) -> int:
@@ -313,10 +303,7 @@ class Head(Layer):
     """Hidden states it scores: 2 behind one multi-token prediction module."""
 
     kind: ClassVar[str] = "head"
-
-    @property
-    def symbol(self) -> str:
-        return "L"
+    letter: ClassVar[str] = "L"
 
     @property
     def parameters(self) -> int:

@@ -10,19 +10,35 @@ time, memory or torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.models.layers import Layer, Norm, norm_parameters, shrink_heads, shrink_width
 
+H = TypeVar("H", bound="EqualHeads")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention(Layer):
-    """Softmax attention with grouped keys, over everything or the last `window` tokens."""
+class GroupedHeads(Layer):
+    """Heads of queries that share fewer heads of keys and values."""
 
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(GroupedHeads):
+    """Softmax attention with grouped keys, over everything or the last `window` tokens."""
+
     window: int | None = None
     rope_theta: float | None = None
     """None: no rotary positions."""
@@ -55,14 +71,6 @@ class Attention(Layer):
         return "*" if self.window is None else "~"
 
     @property
-    def query_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
     def parameters(self) -> int:
         h, q, kv = self.hidden, self.query_width, self.kv_width
         q_out = 2 * q if self.gated else q
@@ -92,10 +100,7 @@ class LatentAttention(Layer):
     """Bias of the two down projections and of the output (the config's attention_bias)."""
 
     kind: ClassVar[str] = "latent_attention"
-
-    @property
-    def symbol(self) -> str:
-        return "@"
+    letter: ClassVar[str] = "@"
 
     @property
     def qk_dim(self) -> int:
@@ -140,10 +145,7 @@ class Mamba1(Layer):
     """Norms on dt, B and C (Jamba has them, Mamba does not)."""
 
     kind: ClassVar[str] = "mamba1"
-
-    @property
-    def symbol(self) -> str:
-        return "M"
+    letter: ClassVar[str] = "M"
 
     @property
     def parameters(self) -> int:
@@ -173,15 +175,12 @@ class Mamba2(Layer):
     chunk: int = 128
 
     kind: ClassVar[str] = "mamba2"
+    letter: ClassVar[str] = "M"
 
     def __post_init__(self) -> None:
         Layer.__post_init__(self)
         if self.heads % self.groups:
             raise OctoPipeError(f"mamba2 layer: {self.heads} heads over {self.groups} groups; make it a multiple")
-
-    @property
-    def symbol(self) -> str:
-        return "M"
 
     @property
     def inner(self) -> int:
@@ -225,10 +224,7 @@ class GatedDeltaNet(Layer):
     chunk: int = 64
 
     kind: ClassVar[str] = "gated_delta_net"
-
-    @property
-    def symbol(self) -> str:
-        return "D"
+    letter: ClassVar[str] = "D"
 
     @property
     def key_width(self) -> int:
@@ -256,23 +252,29 @@ class GatedDeltaNet(Layer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KimiDeltaAttention(Layer):
-    """Delta-rule linear attention with a decay per channel (Kimi Linear)."""
+class EqualHeads(Layer):
+    """Heads of queries, keys and values of one width."""
 
     heads: int
     head_dim: int
-    conv: int = 4
-    chunk: int = 64
-
-    kind: ClassVar[str] = "kimi_delta_attention"
-
-    @property
-    def symbol(self) -> str:
-        return "d"
 
     @property
     def inner(self) -> int:
         return self.heads * self.head_dim
+
+    def scaled(self: H, factor: float) -> H:
+        return replace(self, hidden=shrink_width(self.hidden, factor), heads=max(1, round(self.heads * factor)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaAttention(EqualHeads):
+    """Delta-rule linear attention with a decay per channel (Kimi Linear)."""
+
+    conv: int = 4
+    chunk: int = 64
+
+    kind: ClassVar[str] = "kimi_delta_attention"
+    letter: ClassVar[str] = "d"
 
     @property
     def parameters(self) -> int:
@@ -282,31 +284,16 @@ class KimiDeltaAttention(Layer):
         count += h * self.heads + self.heads + w  # beta; A and dt bias
         return count + d + h
 
-    def scaled(self, factor: float) -> KimiDeltaAttention:
-        return replace(self, hidden=shrink_width(self.hidden, factor), heads=max(1, round(self.heads * factor)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LightningAttention(Layer):
+class LightningAttention(EqualHeads):
     """Linear attention with a fixed decay per head and an output gate (MiniMax)."""
 
-    heads: int
-    head_dim: int
     chunk: int = 256
 
     kind: ClassVar[str] = "lightning_attention"
-
-    @property
-    def symbol(self) -> str:
-        return "/"
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
+    letter: ClassVar[str] = "/"
 
     @property
     def parameters(self) -> int:
         return 5 * self.hidden * self.inner + self.inner + self.hidden
-
-    def scaled(self, factor: float) -> LightningAttention:
-        return replace(self, hidden=shrink_width(self.hidden, factor), heads=max(1, round(self.heads * factor)))

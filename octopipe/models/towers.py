@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.models.layers import Embedding, Layer, Mlp, norm_parameters
-from octopipe.models.mixers import Attention
+from octopipe.models.mixers import Attention, GroupedHeads
 
 SourceKind = Literal["image", "audio", "text"]
 _SYMBOLS = {"image": "V", "audio": "A", "text": "S"}
@@ -71,10 +71,7 @@ class Projection(Layer):
     """Learned positions; 0: none."""
 
     kind: ClassVar[str] = "projection"
-
-    @property
-    def symbol(self) -> str:
-        return "="
+    letter: ClassVar[str] = "="
 
     @property
     def parameters(self) -> int:
@@ -91,10 +88,7 @@ class Projector(Layer):
     bias: bool = True
 
     kind: ClassVar[str] = "projector"
-
-    @property
-    def symbol(self) -> str:
-        return "="
+    letter: ClassVar[str] = "="
 
     @property
     def parameters(self) -> int:
@@ -192,30 +186,16 @@ class Join(Layer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossAttention(Layer):
+class CrossAttention(GroupedHeads):
     """Attention of the decoder's tokens to all positions of an encoder's output."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     memory: int
     """Width of the encoder's output."""
     source: Source
     bias: bool = False
 
     kind: ClassVar[str] = "cross_attention"
-
-    @property
-    def symbol(self) -> str:
-        return "c"
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
+    letter: ClassVar[str] = "c"
 
     @property
     def parameters(self) -> int:
@@ -235,16 +215,13 @@ class CrossBlock(Layer):
     ffn: Mlp
 
     kind: ClassVar[str] = "decoder"
+    letter: ClassVar[str] = "C"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self.hidden or self.mixer.hidden)
         Layer.__post_init__(self)
         if not self.hidden == self.mixer.hidden == self.cross.hidden == self.ffn.hidden:
             raise OctoPipeError("decoder block: self-attention, cross-attention and feed-forward differ in width")
-
-    @property
-    def symbol(self) -> str:
-        return "C"
 
     @property
     def parameters(self) -> int:

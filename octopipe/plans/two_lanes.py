@@ -74,6 +74,18 @@ def sequence(parts: Iterable[tuple[str, float]]) -> Sequence:
 
 
 @njit
+def side_by_side(compute, exchange, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
+    """How long a compute segment and an exchange that start together take until both have ended, and for how much of
+    that the exchange is alone. Each slows the other while both run."""
+    computing = compute * (1.0 + slows_compute)
+    exchanging = exchange * (1.0 + slows_exchange)
+    if computing <= exchanging:
+        alone = exchange - computing / (1.0 + slows_exchange)
+        return computing + alone, alone
+    return exchanging + compute - exchanging / (1.0 + slows_compute), 0.0
+
+
+@njit
 def pair_table(lane_a, a, lane_b, b, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
     """Shortest time, exposed exchange and last step at every point of the grid of segment boundaries."""
     n, m = a.size, b.size
@@ -92,14 +104,7 @@ def pair_table(lane_a, a, lane_b, b, slows_compute, slows_exchange):  # type: ig
             if i > 0 and j > 0 and lane_i != lane_j:
                 compute = a[i - 1] if lane_i == 0 else b[j - 1]
                 exchange = b[j - 1] if lane_i == 0 else a[i - 1]
-                computing = compute * (1.0 + slows_compute)
-                exchanging = exchange * (1.0 + slows_exchange)
-                alone = 0.0
-                if computing <= exchanging:
-                    alone = exchange - computing / (1.0 + slows_exchange)
-                    both = computing + alone
-                else:
-                    both = exchanging + compute - exchanging / (1.0 + slows_compute)
+                both, alone = side_by_side(compute, exchange, slows_compute, slows_exchange)
                 best = took[i - 1, j - 1] + both
                 left = bare[i - 1, j - 1] + alone
                 kind = 2

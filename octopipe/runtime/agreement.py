@@ -86,7 +86,7 @@ def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _difference(program: Program, first: Sequence[Any], other: Sequence[Any]) -> str:
-    """Where two ranks' ideas of the instruction lists part, in words."""
+    """A description of the first difference between the instruction lists of two ranks."""
     one, two = (with_instructions(program, *lists) for lists in (first, other))
     for rank in range(program.plan.num_ranks):
         a, b = one.instructions(rank), two.instructions(rank)
@@ -97,7 +97,7 @@ def _difference(program: Program, first: Sequence[Any], other: Sequence[Any]) ->
 
 
 def _plan_parts(plan: Plan) -> dict[str, str]:
-    """What a plan decides, part by part, short enough to send around."""
+    """Digests of the decisions of a plan, part by part, short enough to be exchanged."""
     parts: dict[str, Any] = {
         "the number of layers, ranks or micro-batches": (plan.num_layers, plan.num_ranks, plan.num_micro_batches),
         "the stages": plan.stages,
@@ -110,7 +110,7 @@ def _plan_parts(plan: Plan) -> dict[str, str]:
 
 
 def _digest(program: Program) -> str:
-    """Equal for programs that execute alike: transfers, and every rank's instructions."""
+    """A digest of transfers and instructions that is equal for programs that execute in the same way."""
     arrays = [program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id]
     if program.moves is not None:
         arrays += [program.moves.forward, program.moves.release, program.moves.fetch]

@@ -16,7 +16,7 @@ from octopipe.runtime.values import flatten
 
 
 class Outside:
-    """Gradients of one step's batch, until the step is over."""
+    """Collects the gradients with respect to the batch of one step until the step has ended."""
 
     def __init__(self) -> None:
         self._leaves: list[Tensor] = []
@@ -35,7 +35,7 @@ class Outside:
                 self._gradients.append(gradient)
 
     def backward(self) -> None:
-        """Into the graph outside, all at once: micro-batches are parts of one batch, and share it."""
+        """Run the backward of the graph that produced the batch, once for all micro-batches, because they share it."""
         if self._leaves:
             leaves, gradients = self._leaves, self._gradients
             self.clear()
@@ -43,7 +43,7 @@ class Outside:
 
 
 def wants_gradient(value: Any) -> list[bool] | None:
-    """Leaf by leaf, which parts of a batch were computed with a graph; None where none was."""
+    """For every leaf of a batch, whether it requires a gradient; None if no leaf does."""
     if isinstance(value, Tensor):
         return [True] if value.requires_grad else None
     leaves: list[Any] = []

@@ -29,14 +29,16 @@ def sizes(rows: int, count: int) -> list[int]:
 
 
 def weights(rows: int | None, count: int) -> list[float] | None:
-    """What each micro-batch's loss counts, so that their sum over `count` is the mean over rows; None: all the same."""
+    """Weights of the micro-batches' losses with which their sum divided by `count` is the mean over rows; None if all
+    are 1."""
     if not rows or rows % count == 0:
         return None
     return [count * size / rows for size in sizes(rows, count)]
 
 
 def rows_of(batch: Any) -> int | None:
-    """Rows of a batch that is yet to be cut; None for a list of micro-batches, or without tensors."""
+    """Number of rows of a batch that has not been split yet; None for a list of micro-batches or a batch without
+    tensors."""
     if batch is None or isinstance(batch, list):
         return None
     leaves: list[Any] = []
@@ -73,7 +75,7 @@ def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
 
 
 def _cut(leaf: Any, count: int, name: str) -> list[Any]:
-    """One leaf's share of every micro-batch."""
+    """The part of one leaf that belongs to each micro-batch."""
     if type(leaf) in ATOMS:
         return [leaf] * count
     array = type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0) > 0
@@ -99,7 +101,7 @@ def _cut(leaf: Any, count: int, name: str) -> list[Any]:
 
 
 def _usable(part: Any) -> Any:
-    """A micro-batch without tensors of inference mode."""
+    """The micro-batch with tensors created in inference mode replaced by ordinary copies."""
     leaves: list[Any] = []
     form = flatten(part, leaves)
     if any(isinstance(t, Tensor) and t.is_inference() for t in leaves):

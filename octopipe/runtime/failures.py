@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 
 class Failures:
-    """Of one pipeline."""
+    """The failures of one pipeline."""
 
     def __init__(self) -> None:
         self._broken = ""
@@ -71,7 +71,7 @@ class Failures:
             raise
 
     def forget(self) -> None:
-        """The pipeline is usable again."""
+        """Make the pipeline usable again after it has recovered."""
         self._broken = ""
 
 

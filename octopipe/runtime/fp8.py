@@ -37,7 +37,7 @@ from octopipe.runtime.torch_private import WithoutFunctionModes, scaled_mm, unsa
 
 LEAST = 64
 MULTIPLE = 16
-"""Of both sizes of a weight, as the kernels want it."""
+"""Both sizes of a weight must be at least the first number and multiples of the second, as the kernels require."""
 NEEDS = (8, 9)
 """The compute capability from which GPUs multiply float8 (Ada, Hopper, Blackwell)."""
 _ROUTERS = ("gate", "router", "classifier")
@@ -94,7 +94,7 @@ def float8_copies(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def scaled_linears(modules: Iterable[nn.Module]) -> Iterator[ScaledLinear]:
-    """Those inside these modules, each once."""
+    """The scaled linear layers inside these modules, each once."""
     seen: dict[nn.Module, None] = dict.fromkeys(m for top in modules for m in top.modules())
     return (m for m in seen if isinstance(m, ScaledLinear))
 
@@ -138,7 +138,7 @@ class ScaledWeight:
         return [t for t in (self.rows, self.columns, self.scale) if t is not None]
 
     def follow(self, weight: Tensor) -> None:
-        """Round the weight again where it has changed since the last time."""
+        """Round the weight again if it has changed since it was last rounded."""
         seen = (weight.data_ptr(), weight._version)
         if seen == self._seen:
             return

@@ -96,7 +96,7 @@ class GraphExecutor(Executor):
         return total, [any(row[0] for row in wants)]
 
     def _picked(self, stage: int, batch: Any) -> Any:
-        """Of a dictionary, what the stage's first layer names."""
+        """The entries of a dictionary that the first layer of the stage takes by name."""
         if not isinstance(batch, Mapping):
             return batch
         if stage not in self._picks:
@@ -109,7 +109,7 @@ class GraphExecutor(Executor):
         return batch if known is None else {name: batch[name] for name in known if name in batch}
 
     def _taken(self, giver: GraphCell) -> None:
-        """One of a cell's takers has its output."""
+        """Record that one of a cell's consumers has received its output."""
         now = [t._version for t in _leaves(giver.value) if isinstance(t, Tensor)]
         if giver.versions and now != giver.versions:
             raise OctoPipeError(
@@ -122,7 +122,7 @@ class GraphExecutor(Executor):
             giver.value = None
 
     def _made(self, cell: GraphCell, out: Any) -> None:
-        """F's output waits for its takers."""
+        """Keep the output of F until all its consumers have received it."""
         cell.value, cell.left = out, len(cell.takers)
         several = cell.left > 1
         cell.versions = [t._version for t in _leaves(out) if isinstance(t, Tensor)] if several else []
@@ -146,7 +146,7 @@ class GraphExecutor(Executor):
         return Loss(self._cut.partial(module), target)
 
     def _gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
-        """What comes back to a cell's output, added up over its takers."""
+        """The gradient of a cell's output, summed over its consumers."""
         if cell.last:
             return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
         found = []
@@ -161,7 +161,7 @@ class GraphExecutor(Executor):
         return found[0] if len(found) == 1 else [_added(row) for row in zip(*found, strict=True)]
 
     def _hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
-        """The inputs' gradients, each along the edge that the input came on."""
+        """Send the gradient of every input back along the edge on which the input arrived."""
         if cell.first:
             if gradients and micro_batches is not None:
                 batch = self._picked(cell.stage, micro_batches[cell.micro_batch])
@@ -238,7 +238,7 @@ class GraphExecutor(Executor):
                 self.between_ops()
 
     def _output(self, port: Any) -> tuple[Any, Any]:
-        """What travels along an edge; the stage keeps its output until the last edge has it."""
+        """The value that is sent along an edge. The stage keeps its output until it has been sent along every edge."""
         giver = port.giver
         value = giver.value
         self._taken(giver)
@@ -322,7 +322,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Their sum in the order of the edges; None where none is there. None of them is changed."""
+    """The sum of the gradients in the order of the edges, or None if there are none. The gradients are not modified."""
     there = [g for g in gradients if g is not None]
     if len(there) < 2:
         return there[0] if there else None

@@ -35,11 +35,11 @@ class Port(Cell):
     """One edge of one micro-batch, as far as it is on this rank."""
 
     giver: GraphCell | None = None
-    """The cell here whose output goes along the edge."""
+    """The cell on this rank whose output is sent along the edge."""
     taker: GraphCell | None = None
-    """The cell here that takes it."""
+    """The cell on this rank that receives the output."""
     receive: Slot | None = None
-    """Where the output arrives, if it comes from another rank."""
+    """The slot in which the output arrives if it comes from another rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +47,19 @@ class GraphCell(Cell):
     """One stage and one micro-batch with any number of edges in and out."""
 
     sources: tuple[Port, ...] = ()
-    """In the order of the path's edges."""
+    """The incoming edges, in the order of the path's edges."""
     takers: tuple[Port, ...] = ()
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
     is_shard: bool = False
     """Whether it is a shard of the last layer: its output are partial sums of the loss."""
     left: int = 0
-    """Takers that have not had the output yet."""
+    """Number of consumers that have not received the output yet."""
     versions: list[int] = field(default_factory=list)
-    """Of the output's tensors, when it was made: nobody may change what others take, too."""
+    """Version counters of the output's tensors when F made them: a consumer must not modify what others receive as
+    well."""
     counts: list[int] = field(default_factory=list)
-    """Leaves of every input."""
+    """Number of leaves of every input."""
 
     def clear(self) -> None:
         Cell.clear(self)

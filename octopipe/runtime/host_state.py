@@ -101,8 +101,8 @@ def _buffers(like: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
         memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
     except RuntimeError as error:
         raise OctoPipeError(
-            f"the host gives no {sum(pieces) / 2**30:.1f} GiB of pinned memory for the gradients of optimizer state in "
-            f"host memory ({' '.join(str(error).split())[:120]}); use a smaller --offload-optimizer"
+            f"the host cannot provide {sum(pieces) / 2**30:.1f} GiB of pinned memory for the gradients of optimizer "
+            f"state in host memory ({' '.join(str(error).split())[:120]}); use a smaller --offload-optimizer"
         ) from None
     return [
         memory[piece][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -56,12 +56,12 @@ class Recorder:
         self.events[2 * op + end].record(self._stream)
 
     def end_step(self) -> None:
-        """The step is issued."""
+        """Record that all ops of the step have been issued."""
         if self._cuda:
             self.events[-1].record()
 
     def finished(self) -> bool:
-        """Whether the device has done the last step."""
+        """Whether the device has finished the last step."""
         return not self._cuda or self._done(self.events[-1])
 
     def device_at(self) -> tuple[int, bool] | None:
@@ -77,7 +77,7 @@ class Recorder:
 
     @contextmanager
     def extra(self, name: str) -> Iterator[None]:
-        """Around something that follows the ops of a step."""
+        """A context that times work that follows the ops of a step."""
         begin = self._now()
         yield
         self._extras.append((name, begin, self._now()))
@@ -94,7 +94,7 @@ class Recorder:
         return self.all_times()[:2]
 
     def all_times(self) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
-        """The same, and the extras."""
+        """The same, with the times of extras."""
         if not self._cuda:
             return self.started, self.ended, self._extras
         # The anchor: an event recorded on an idle device happens when the host says it does.

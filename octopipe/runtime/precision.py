@@ -282,7 +282,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 def _owners(model: Trained, parameters: list[nn.Parameter]) -> Owners | None:
     world = getattr(model, "world", None)
     if world is None:
-        raise OctoPipeError("shard=True divides state over a Pipeline's data-parallel twins; give the Pipeline")
+        raise OctoPipeError(
+            "shard=True divides state over the data-parallel replicas of a Pipeline; give the Pipeline as the model"
+        )
     return None if world.dp_group is None else Owners(parameters, world)
 
 

@@ -34,21 +34,21 @@ class Cell:
     stage: int
     micro_batch: int
     first: bool
-    """Takes the batch's input."""
+    """Whether it takes its input from the batch."""
     last: bool
-    """Makes the loss."""
+    """Whether it computes the loss."""
     recomputes: bool
     before: Cell | None = None
-    """The cell on this rank that hands over its output directly, if there is one."""
+    """The preceding cell if it is on this rank and passes its output on directly."""
     after: Cell | None = None
     gradient_slot: Slot | None = None
     """Where this cell's output gradient arrives, if it comes from another rank."""
     runs: Any = None
     value: Any = None
-    """The output until it is handed on."""
+    """The output until it has been passed on."""
     needs: Any = None
     gradients: Any = None
-    """Gradients of the inputs until they are handed on."""
+    """Gradients of the inputs until they have been passed on."""
     sent: Any = None
     """The form of the message that carried the output: its gradients have the same."""
     asked: Any = None
@@ -56,12 +56,12 @@ class Cell:
     offloads: bool = False
     """Whether its activations go to host memory after F."""
     parcel: Any = None
-    """What went there."""
+    """The activations that are in host memory."""
     graphs: Any = None
     """Its captured ops by kind, where ops are replayed from CUDA graphs; kept from step to step."""
 
     def clear(self) -> None:
-        """Forget everything of a step that broke off."""
+        """Discard the state of an interrupted step."""
         self.runs = self.value = self.needs = self.gradients = self.sent = self.asked = self.parcel = None
 
 
@@ -73,7 +73,7 @@ class Slot:
     peer: int
     sending: bool
     forward: bool
-    """A stage's output; otherwise an input gradient."""
+    """Whether it carries a stage's output; otherwise it carries an input gradient."""
     op: Op
     consumer: Op
     queue: tuple[int, ...]
@@ -82,7 +82,7 @@ class Slot:
     """Sending: where the tensor comes from. Receiving: where it goes."""
     posted: bool = False
     deferred: bool = False
-    """Its turn to be posted came before its form was known."""
+    """Whether the receive was due before the form of its message was known."""
     state: Any = None
     started: float = 0.0
     """When a send was issued (clock of `measured`)."""
@@ -98,16 +98,16 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """What happens to host memory before an op."""
+    """Transfers between device and host memory that happen before an op."""
 
     release: list[Cell] = field(default_factory=list)
-    """Activations whose memory on the device is let go."""
+    """Activations whose memory on the device is released."""
     fetch: list[Cell] = field(default_factory=list)
-    """Activations that come back."""
+    """Activations that are copied back to the device."""
 
 
 SEND, RECEIVE = len(KINDS), len(KINDS) + 1
-"""Instructions that are no ops; those have the codes of `plan`."""
+"""Codes of the instructions that are not ops; ops have the codes of `plan`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +213,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
 
 
 def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
-    """Tell a rank's steps what leaves for host memory and comes back."""
+    """Add to a rank's steps which activations move to host memory and back."""
     moves = program.moves
     if moves is None or moves.number == 0:
         return

@@ -20,13 +20,13 @@ from octopipe.runtime.values import flatten
 
 
 class StepInputs:
-    """The cutter of one rank's inputs."""
+    """Splits the inputs of one rank into micro-batches."""
 
     def __init__(self, plan: Plan, executor: Executor, side_inputs: Sequence[str]):
         self._count, self._executor, self._names = plan.num_micro_batches, executor, side_inputs
 
     def split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
-        """Micro-batches of the batch and the target, each None on ranks that do not look at it."""
+        """The micro-batches of the batch and of the target, each None on ranks that do not use it."""
         mine = self._executor.program
         inputs = split_batch(batch, self._count, "batch") if mine.needs_batch else None
         targets = split_batch(target, self._count, "target") if mine.needs_target else None
@@ -35,7 +35,7 @@ class StepInputs:
         return inputs, targets
 
     def shares(self, batch: Any, target: Any) -> list[float] | None:
-        """What the micro-batches' losses count here; None: all the same."""
+        """The weights of the micro-batches' losses on this rank; None if all are equal."""
         rows = rows_of(target)
         return weights(rows_of(batch) if rows is None else rows, self._count)
 

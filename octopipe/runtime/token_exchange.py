@@ -108,13 +108,13 @@ class TokenExchange:
         return False
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the shared memory."""
         self._rings.close()
         self._arenas.close()
 
 
 class Moving(NamedTuple):
-    """An exchange under way."""
+    """An exchange that has been started."""
 
     out: Tensor
     rows: Tensor
@@ -122,7 +122,7 @@ class Moving(NamedTuple):
     timeout_s: float
 
     def wait(self) -> Tensor:
-        """The rows received; what is computed from now on finds them there."""
+        """The received rows; work that is issued from now on can use them."""
         for work in self.works:
             work.wait(timedelta(seconds=self.timeout_s))
         return self.out

@@ -54,7 +54,7 @@ class Patience:
 
     timeout_s: float
     failed: Callable[[], str]
-    """What has failed in the job; "" where nobody has said so."""
+    """The failure that a rank of the job has reported; "" if there is none."""
 
 
 class OtherFailed(Exception):
@@ -146,10 +146,10 @@ _heard: Callable[[], None] | None = None
 
 
 class Pending(Protocol):
-    """An exchange that was issued."""
+    """An exchange that has been issued."""
 
     def wait(self) -> Any:
-        """Let what follows on the compute stream wait for it."""
+        """Make the following work on the compute stream wait for the exchange."""
 
 
 _started = 0
@@ -318,7 +318,7 @@ def watching(heard: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _exchanges_found() -> Iterator[None]:
-    """Within: torch.distributed's exchanges hand the turn over."""
+    """A context in which exchanges of torch.distributed pass the turn to the other op."""
     places: list[tuple[Any, str, Any]] = [(dist.ProcessGroup, name, _issued) for name in GROUP_EXCHANGES]
     places += [(functional_collectives(), name, _lazy) for name in ("all_to_all_single", "all_to_all_single_autograd")]
     found = [(owner, name, wrap) for owner, name, wrap in places if name in vars(owner)]
@@ -355,7 +355,7 @@ class Turns:
         patience: Patience | None = None,
         fills: tuple[Fill, Fill] = (None, None),
     ) -> int | None:
-        """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
+        """Run both ops. Returns None, or which of them failed (0 or 1); `error` then contains the reason.
 
         `apart`: one after the other, with no turn in between. `begins`: which of them has the first turn.
         `patience`: how exchanges are waited for (default: as long as their group says). `fills`: what each op computes
@@ -408,7 +408,7 @@ class Turns:
                 self._ended.release()
 
     def close(self) -> None:
-        """End the second thread."""
+        """Stop the second thread."""
         if self._thread is not None and self._thread.is_alive():
             self._job = None
             self._asked.release()

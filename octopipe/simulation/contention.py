@@ -1,7 +1,7 @@
 """Prediction for ranks that share a device: an op runs faster while the other ranks are idle.
 
 Knows: how long ops take when all ranks are busy and when only some are, and how to simulate a program with these times.
-Does not know: where they were measured (`runtime/profiler.py`).
+Does not know: where they were measured (`runtime/measure/profiler.py`).
 
 Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op is faster in a plan with many
 bubbles than in a dense plan. While k ranks are busy, an op advances at the speed measured for k (interpolated between
@@ -21,10 +21,9 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import B, Plan
-from octopipe.simulation.lanes import lane_spans
-from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together
-from octopipe.simulation.simulator import after_pipeline, host_spans, memory_curves, seen_bindings
-from octopipe.simulation.timeline import Spans, Timeline, Transfers
+from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.simulator import timeline_of
+from octopipe.simulation.timeline import Timeline
 
 Floats = NDArray[np.float64]
 
@@ -36,37 +35,9 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
     plan = program.plan
     known = {k: op_durations(plan, table) for k, table in profile.partial.items() if k < plan.num_ranks}
     known[plan.num_ranks] = op_durations(plan, costs)
-    t = plan.table()
-    factor = np.where(t.kind == B, profile.fused_factor, 1.0)
-    start, end, binding = advance(program, _levels(known, plan.num_ranks) * factor + profile.op_overhead_ms)
-    start = pairs_start_together(t, start)
-    n = t.stage.size
-    # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.
-    ended = np.maximum(end[:n] - profile.op_overhead_ms, start[:n])
-    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], ended)
-    nodes = n + program.num_transfers
-    transfers = Transfers(
-        program.source,
-        program.target,
-        t.rank[program.source],
-        t.rank[program.target],
-        start[n:nodes],
-        end[n:nodes],
-        program.nbytes,
-    )
-    return Timeline(
-        num_ranks=plan.num_ranks,
-        spans=spans,
-        transfers=transfers,
-        memory=memory_curves(program, costs, spans, transfers),
-        extras=after_pipeline(plan, costs, spans),
-        capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
-        binding=seen_bindings(binding, nodes),
-        label=label or str(plan.extra.get("system", "")),
-        model=costs.model,
-        lanes=lane_spans(plan, costs, spans),
-        host=host_spans(program, start, end),
-    )
+    factor = np.where(plan.table().kind == B, profile.fused_factor, 1.0)
+    times = advance(program, _levels(known, plan.num_ranks) * factor + profile.op_overhead_ms)
+    return timeline_of(program, costs, *times, overhead_ms=profile.op_overhead_ms, label=label)
 
 
 def _levels(known: dict[int, Floats], ranks: int) -> Floats:

@@ -49,12 +49,32 @@ def simulate(
     match(plan, costs)
     if check and not lowered_here:  # lowering has proven its own
         prove_deadlock_free(program)
+    duration = program.node_ms(op_durations(plan, costs))
+    times = _engine.longest_path(topological_order(program.preds), program.preds, duration)
+    return timeline_of(program, costs, *times, label=label)
+
+
+def timeline_of(
+    program: Program,
+    costs: CostTable,
+    start: Floats,
+    end: Floats,
+    binding: NDArray[np.int32],
+    *,
+    overhead_ms: float = 0.0,
+    label: str = "",
+) -> Timeline:
+    """The Timeline of a program from the times of all its nodes, with memory and what follows the pipeline.
+
+    `overhead_ms`: what an op costs beside its layers. It passes after the op, before the next op starts and its tensor
+    leaves, and is no part of the op's span.
+    """
+    plan = program.plan
     t = plan.table()
     computes = t.stage.size
-    duration = program.node_ms(op_durations(plan, costs))
-    start, end, binding = _engine.longest_path(topological_order(program.preds), program.preds, duration)
     start = pairs_start_together(t, start)
-    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], end[:computes])
+    ended = np.maximum(end[:computes] - overhead_ms, start[:computes]) if overhead_ms else end[:computes]
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], ended)
     nodes = computes + program.num_transfers
     transfers = Transfers(
         program.source,
@@ -279,10 +299,12 @@ def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
 def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[tuple[float, float]]]:
     """Per rank: when the gradients of weights that layers of several ranks share are there, and what a sum takes."""
     out: dict[int, list[tuple[float, float]]] = {}
-    for layers, _ in () if costs.graph is None else costs.graph.shared:
+    for layers, held in () if costs.graph is None else costs.graph.shared:
         mine = [s for s, stage in enumerate(plan.stages) if any(stage.first <= k < stage.stop for k in layers)]
         ranks = sorted({plan.stages[s].rank for s in mine})
-        ready, nbytes = float(max(done[s] for s in mine)), float(min(costs.gradient_bytes[k] for k in layers))
+        ready = float(max(done[s] for s in mine))
+        part = [costs.gradient_bytes[k] / costs.static_bytes[k] for k in layers if costs.static_bytes[k] > 0]
+        nbytes = float(held * min(part, default=0.0))
         for rank in ranks if len(ranks) > 1 else ():
             link = costs.sum_link(rank, next(r for r in ranks if r != rank))
             took = _all_reduce_ms(nbytes, len(ranks), link)

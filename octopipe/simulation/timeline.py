@@ -277,7 +277,8 @@ class Timeline:
         duration = t.end_ms - t.start_ms
         hidden_total, overlapped, overlappable = 0.0, 0, 0
         for rank_of_end in (t.source, t.destination):
-            for rank in np.unique(rank_of_end):
+            # Not np.unique: its first call imports numpy.ma, which every command that simulates would wait for.
+            for rank in np.flatnonzero(np.bincount(rank_of_end)):
                 mine = rank_of_end == rank
                 hidden = self._busy_until(int(rank), t.end_ms[mine]) - self._busy_until(int(rank), t.start_ms[mine])
                 hidden_total += float(hidden.sum())

@@ -252,7 +252,7 @@ def test_batches_unlike_the_example_are_named() -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(OctoPipeError, match="labels as the target"):
         parts[0]({"input_ids": ids, "labels": ids})
-    with pytest.raises(OctoPipeError, match="pixel_values, which the example of the model has not"):
+    with pytest.raises(OctoPipeError, match="pixel_values, which the model's example does not have"):
         parts[0]({"input_ids": ids, "pixel_values": ids})
 
 

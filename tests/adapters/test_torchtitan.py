@@ -106,7 +106,7 @@ def run_plans(world, plans):
         for part in parts:
             for name, p in part.named_parameters():
                 worst = max(worst, float((p.grad - expected[name]).abs().max() / expected[name].abs().max()))
-        error = abs(float(sum(losses)) - float(want)) if last else 0.0
+        error = abs(float(sum(losses)) - want.item()) if last else 0.0
         out.append((worst, error, first, last))
     return out
 

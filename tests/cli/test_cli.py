@@ -10,23 +10,9 @@ from typing import Any
 
 import pytest
 from effort import some
+from verbs import run, simulated
 
 from octopipe.cli import VERBS, main
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def simulate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    code, out, err = run(capsys, "simulate", *words, "--json")
-    assert code in (0, 3), err
-    return json.loads(out)
 
 
 def times_file(folder: Path, pattern: str, f: float, i: float, w: float, **more: object) -> str:
@@ -67,16 +53,16 @@ def test_published_1f1b_bubble_rates(
     rate: float,
 ) -> None:
     path = times_file(tmp_path, "T" * p, f, b, w)
-    numbers = simulate(capsys, path, "--system", "1f1b", "--pp", str(p), "--micro-batches", str(m), "--p2p-ms", str(c))
+    numbers = simulated(capsys, path, "--system", "1f1b", "--pp", str(p), "--micro-batches", str(m), "--p2p-ms", str(c))
     assert round(float(numbers["span_bubble_ratio"]), 4) == rate  # type: ignore[arg-type]
 
 
 def test_authors_layer_times_give_the_known_1f1b_steps(capsys: pytest.CaptureFixture[str], profiles: Path) -> None:
-    nano = simulate(
+    nano = simulated(
         capsys, str(profiles / "nemotron-nano-v2-9b.json"), "--pp", "4", "--micro-batches", "8", "--p2p-ms", "0"
     )
     assert nano["step_ms"] == pytest.approx(1330.3, abs=0.1)
-    large = simulate(
+    large = simulated(
         capsys, str(profiles / "nemotron-h-56b.json"), "--pp", "8", "--micro-batches", "8", "--p2p-ms", "0.34"
     )
     assert large["step_ms"] == pytest.approx(2425, abs=2)
@@ -85,7 +71,7 @@ def test_authors_layer_times_give_the_known_1f1b_steps(capsys: pytest.CaptureFix
 def test_json_has_the_promised_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = {"activation_gib": 1, "stash_gib": 0.5, "params_gib": 2}
     path = times_file(tmp_path, "ETTTTL", 1, 1, 1, **{k: dict.fromkeys("ETL", v) for k, v in sizes.items()})
-    numbers = simulate(capsys, path, "--pp", "2", "--micro-batches", "4", "--memory-gib", "9")
+    numbers = simulated(capsys, path, "--pp", "2", "--micro-batches", "4", "--memory-gib", "9")
     assert numbers["step_ms"] == 5 * 9
     assert numbers["peak_memory_gib"] == [12.0, 9.0]
     assert numbers["fits"] is False
@@ -104,8 +90,8 @@ def test_json_has_the_promised_numbers(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_splitting_the_backward_never_slows_1f1b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = times_file(tmp_path, "ETTTTTTL", 1, 1, 1)
-    fused = simulate(capsys, path, "--pp", "4", "--micro-batches", "8")
-    split = simulate(capsys, path, "--pp", "4", "--micro-batches", "8", "--split-backward")
+    fused = simulated(capsys, path, "--pp", "4", "--micro-batches", "8")
+    split = simulated(capsys, path, "--pp", "4", "--micro-batches", "8", "--split-backward")
     assert float(split["step_ms"]) < float(fused["step_ms"])  # type: ignore[arg-type]
 
 
@@ -115,8 +101,8 @@ def test_a_saved_plan_simulates_to_the_same_step_and_passes_check(
     path = times_file(tmp_path, "ETTTTTTL", 1, 2, 1)
     plan = str(tmp_path / "plan.json")
     timeline = str(tmp_path / "timeline.json")
-    first = simulate(capsys, path, "--pp", "2", "--micro-batches", "3", "-o", plan, "--timeline", timeline)
-    again = simulate(capsys, path, "--plan", plan)
+    first = simulated(capsys, path, "--pp", "2", "--micro-batches", "3", "-o", plan, "--timeline", timeline)
+    again = simulated(capsys, path, "--plan", plan)
     assert again["step_ms"] == first["step_ms"]
     code, out, _ = run(capsys, "check", plan)
     assert code == 0 and "can run" in out
@@ -216,7 +202,7 @@ def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixt
     how = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
     found = tuned(capsys, *setting, *how, "-o", str(plan))
     for name, mode in (("baseline", ()), ("baseline_split", ("--split-backward",))):
-        reference = simulate(capsys, *setting, "--system", "1f1b", *mode)
+        reference = simulated(capsys, *setting, "--system", "1f1b", *mode)
         assert found[name]["split_backward"] == reference["split_backward"] == bool(mode)
         assert found[name]["step_ms"] == pytest.approx(reference["step_ms"])
         assert found[name]["speedup"] == pytest.approx(reference["step_ms"] / found["step_ms"])
@@ -224,7 +210,7 @@ def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixt
     setup = found["setup"]
     assert (setup["gpu"], setup["tp"], setup["pp"], setup["micro_batches"], setup["seq"]) == ("h800", 2, 4, 8, 4096)
     assert setup["memory_gib_per_rank"] == pytest.approx([40.0] * 4)
-    own = simulate(capsys, "--plan", str(plan))
+    own = simulated(capsys, "--plan", str(plan))
     assert found["peak_memory_gib"] == pytest.approx(own["peak_memory_gib"])
     for name in ("tokens_per_gpu_per_second", "mfu", "model_tflops_per_gpu"):
         assert found[name] == pytest.approx(own[name]) and found[name] > 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from ranks import PATIENCE_S
+from verbs import run
 
 from octopipe import cli
 from octopipe.base.errors import DoesNotFitError
@@ -27,15 +28,6 @@ TIMES = {
     "backward_ms": dict.fromkeys("ETL", 1.0),
     "weight_ms": dict.fromkeys("ETL", 1.0),
 }
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,13 @@ The table below has a row per number and a column per verb; `python tests/cli/te
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +44,28 @@ def said(capsys: Any, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
+class Shown(float):
+    """A number as a person reads it, rounded to the digits that are shown."""
+
+    def __new__(cls, text: str, unit: float = 1.0) -> Shown:
+        found = super().__new__(cls, float(text) * unit)
+        found.rounding = 0.501 * unit * 10.0 ** -len(text.partition(".")[2])
+        return found
+
+    rounding: float
+
+
 def flat(value: Any) -> list[float]:
-    return [float(x) for x in value] if isinstance(value, list | tuple) else [float(value)]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def assert_equal(by_verb: dict[str, Any], *place: str) -> None:
+    """All verbs say the first one's number, to six digits or to those that they show."""
+    (first, value), *others = by_verb.items()
+    for verb, other in others:
+        for a, b in zip(flat(value), flat(other), strict=True):
+            shown = max(getattr(x, "rounding", 0.0) for x in (a, b))
+            assert float(b) == pytest.approx(float(a), rel=1e-6, abs=shown), (*place, first, verb)
 
 
 def rows_of(capsys: Any, case: str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -70,17 +94,65 @@ def rows_of(capsys: Any, case: str, folder: Path) -> dict[str, dict[str, dict[st
         note(plan, "octopipe.compare", result.as_dict())
         timeline = octopipe.simulate("1f1b", model, ranks, count, split_backward=bool(mode) or None, **keywords)
         note(plan, "octopipe.simulate", timeline.summary())
+        note(plan, "a timeline in a notebook", _in_a_notebook(timeline))
+    shown = octopipe.compare(model, ranks, count, names=["1f1b"], **keywords)
+    note("1F1B", "a comparison in a notebook", _compared_in_a_notebook(shown))
+    if "rank_speed" not in keywords:  # the page's form has no speeds of single ranks
+        for plan, numbers in zip(("1F1B", "tuned"), _served(model, ranks, count, keywords, tuned, tuned_file)):
+            note(plan, "serve", numbers)
     for plan, path in (("tuned", tuned_file), ("1F1B", plain_file), ("1F1B, split", split_file)):
         note(plan, "simulate of the file", said(capsys, "simulate", "--plan", path))
         note(plan, "octopipe.simulate of the file", octopipe.simulate(path).summary())
         note(plan, "report", _reported(capsys, path, folder))
         note(plan, "export to csv", _exported(capsys, path))
-    note(
-        "tuned",
-        "the plan file",
-        {k: json.loads(Path(tuned_file).read_text())[k] for k in ("step_ms", "lower_bound_ms")},
-    )
+        note(plan, "export to svg", _drawn(capsys, path))
+        note(plan, "a notebook", _in_a_notebook(octopipe.load_plan(path)))
+    kept = json.loads(Path(tuned_file).read_text())
+    note("tuned", "the plan file", {k: kept[k] for k in ("step_ms", "lower_bound_ms")})
     return out
+
+
+DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
+
+
+def demo_rows(capsys: Any, folder: Path, budget_s: float = 1.0) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same of the demo's words: what `make demo` prints about 1F1B and its tuned plan, and what other verbs say."""
+    found = importlib.util.spec_from_file_location("demo", DEMO)
+    assert found is not None and found.loader is not None
+    demo: Any = importlib.util.module_from_spec(found)
+    found.loader.exec_module(demo)
+    every, demo.OUT = demo.compare, folder
+    demo.compare = lambda costs, ranks, count, **_: every(costs, ranks, count, names=["1f1b", "zb-h1"])
+    costs, published = demo.published_systems()
+    capsys.readouterr()
+    demo.tuned_plan(costs, published, budget_s)
+    words = " ".join(capsys.readouterr().out.split())
+    tuned, base, bound = (
+        re.search(pattern, words)
+        for pattern in (r"([\d.]+) ms a step", r"1F1B \(([\d.]+) ms\)", r": ([\d.]+) ms, this")
+    )
+    assert tuned and base and bound, words
+    model, path = demo.SETTING["model"], str(folder / "plan.json")
+    flags = ("--gpu", demo.SETTING["gpu"], "--tp", str(demo.SETTING["tp"]), "--pp", str(demo.PP))
+    flags += ("--micro-batches", str(demo.MICRO_BATCHES))
+    said_of_1f1b = said(capsys, "simulate", model, *flags)
+    compared = said(capsys, "compare", model, *flags, "--systems", "1f1b")["results"][0]
+    said_of_it, reported = said(capsys, "simulate", "--plan", path), _reported(capsys, path, folder)
+    of_1f1b = {"simulate": said_of_1f1b, "compare": compared}
+    of_it = {"simulate of the file": said_of_it, "report": reported}
+    return {
+        "1F1B": {"step_ms": {"demo": Shown(base[1]), **{verb: n["step_ms"] for verb, n in of_1f1b.items()}}},
+        "tuned": {
+            "step_ms": {"demo": Shown(tuned[1]), **{verb: n["step_ms"] for verb, n in of_it.items()}},
+            "lower_bound_ms": {"demo": Shown(bound[1]), "simulate of the file": said_of_it["lower_bound_ms"]},
+        },
+    }
+
+
+def test_the_demo_says_the_same_as_the_verbs(capsys: Any, tmp_path: Path) -> None:
+    for plan, table in demo_rows(capsys, tmp_path).items():
+        for number, by_verb in table.items():
+            assert_equal(by_verb, plan, number)
 
 
 SPLIT = ("llama3-8b", "--gpu", "h100", "--tp", "2", "--pp", "4")
@@ -127,12 +199,58 @@ def _reported(capsys: Any, path: str, folder: Path) -> dict[str, Any]:
     page = folder / "page.html"
     assert main(["report", path, "-o", str(page)]) == 0
     line = capsys.readouterr().err
-    entry = load_entry(path, {})
-    numbers = entry_data(entry, Packer())["numbers"]
+    numbers = entry_data(load_entry(path, {}), Packer())["numbers"]
     # The line on the terminal is the page's own number, rounded.
     assert f"{numbers['step_ms']:.1f}" in " ".join(line.split()) or f"{numbers['step_ms']:.2f}" in line
+    return _of_the_page(numbers)
+
+
+def _of_the_page(numbers: dict[str, Any]) -> dict[str, Any]:
     gib = [b / (1 << 30) for b in numbers["peak_bytes"]]
     return {k: numbers[k] for k in ("step_ms", "makespan_ms", "bubble_ratio")} | {"peak_memory_gib": gib}
+
+
+def _served(
+    model: str, ranks: int, count: int, keywords: dict[str, Any], tuned: dict[str, Any], tuned_file: str
+) -> list[dict[str, Any]]:
+    """What the local page gets for 1F1B and for a search that finds the tuned plan."""
+    from octopipe.views.report.entry import entry_data
+    from octopipe.views.report.jobs import Job, Request
+    from octopipe.views.report.pack import Packer
+
+    def found(*_: Any, **__: Any) -> SimpleNamespace:
+        known = {name: tuned[name] for name in ("step_ms", "lower_bound_ms")}
+        return SimpleNamespace(plan=octopipe.load_plan(tuned_file), seconds=1.0, iterations=1, **known)
+
+    job = Job(1, Request(model=model, pp=ranks, micro_batches=count, systems=["1f1b"], **keywords), model, found)
+    job.run()
+    assert job.status()["state"] == "done", job.status()
+    return [_of_the_page(entry_data(entry, Packer())["numbers"]) for entry in job.entries()]
+
+
+def _in_a_notebook(what: Any) -> dict[str, Any]:
+    """The numbers below the picture of a plan, a timeline or a search."""
+    words = html.unescape(what._repr_html_())
+    step, bubble = re.search(r"step ([\d.]+) ms", words), re.search(r"bubble ([\d.]+) %", words)
+    assert step and bubble, words[-300:]
+    return {"step_ms": Shown(step[1]), "bubble_ratio": Shown(bubble[1], 0.01)}
+
+
+def _compared_in_a_notebook(comparison: Any) -> dict[str, Any]:
+    words = html.unescape(comparison._repr_html_())
+    row = re.findall(r"<td[^>]*>([^<]*)</td>", words)
+    bound = re.search(r"lower bound ([\d.]+) ms", words)
+    assert row[0] == "1f1b" and bound, words[:300]
+    percent = row[3].removesuffix(" %")
+    return {"step_ms": Shown(row[1]), "bubble_ratio": Shown(percent, 0.01), "lower_bound_ms": Shown(bound[1])}
+
+
+def _drawn(capsys: Any, path: str) -> dict[str, Any]:
+    """The words above the lanes of a picture."""
+    assert main(["export", path, "--to", "svg"]) == 0
+    words = re.search(r": ([\d.,]+) ms, ([\d.]+) % bubble", html.unescape(capsys.readouterr().out))
+    assert words
+    return {"step_ms": Shown(words[1].replace(",", "")), "bubble_ratio": Shown(words[2], 0.01)}
 
 
 def _exported(capsys: Any, path: str) -> dict[str, Any]:
@@ -146,19 +264,17 @@ def _exported(capsys: Any, path: str) -> dict[str, Any]:
 def test_every_number_that_two_verbs_say_about_one_plan_is_equal(case: str, capsys: Any, tmp_path: Path) -> None:
     for plan, table in rows_of(capsys, case, tmp_path).items():
         for number, by_verb in table.items():
-            (first, value), *others = by_verb.items()
             assert number == "lower_bound_ms" or len(by_verb) > 1, (plan, number)
-            for verb, other in others:
-                assert flat(other) == pytest.approx(flat(value), rel=1e-6), (plan, number, first, verb)
+            assert_equal(by_verb, plan, number)
+        assert {"a notebook", "export to svg", "report", "simulate of the file"} <= set(table["step_ms"])
+        assert "serve" in table["step_ms"] or case == "unequal ranks" or plan == "1F1B, split"
 
 
 def test_verbs_for_clusters_say_the_same_about_a_plan_as_the_others(capsys: Any, tmp_path: Path) -> None:
     for plan, table in cluster_rows(capsys, tmp_path).items():
         assert {"step_ms", "tokens_per_gpu_per_second", "mfu", "peak_memory_gib"} <= set(table)
         for number, by_verb in table.items():
-            (first, value), *others = by_verb.items()
-            for verb, other in others:
-                assert flat(other) == pytest.approx(flat(value), rel=1e-6), (plan, number, first, verb)
+            assert_equal(by_verb, plan, number)
 
 
 def test_busy_and_bubble_are_shares_of_the_same_step(capsys: Any, tmp_path: Path) -> None:
@@ -277,9 +393,7 @@ def test_what_train_and_validate_predict_is_what_the_verbs_that_plan_say(capsys:
     for plan, table in run_rows(capsys, tmp_path).items():
         for number, by_verb in table.items():
             assert {"train", "validate", "simulate of the file"} <= set(by_verb), (plan, number)
-            (first, value), *others = by_verb.items()
-            for verb, other in others:
-                assert other == pytest.approx(value, rel=1e-6), (plan, number, first, verb)
+            assert_equal(by_verb, plan, number)
 
 
 def _print_table() -> None:
@@ -288,7 +402,6 @@ def _print_table() -> None:
     import io
     import tempfile
     from functools import partial
-    from types import SimpleNamespace
 
     class Capture:
         """What pytest's `capsys` does, outside pytest."""
@@ -308,7 +421,8 @@ def _print_table() -> None:
     runs = " ".join((*RUN, "--nproc 2, measured"))
     cases = {f"{model} {' '.join(flags)}": partial(rows_of, case=case) for case, (model, flags, _) in CASES.items()}
     clusters = f"{' '.join(SPLIT)} --gpus 8, the plan of `plan` and `scale` without jitter"
-    for title, rows in {**cases, clusters: cluster_rows, runs: run_rows}.items():
+    demo = "nemotron-h-56b --gpu h800 --tp 8 --pp 8 --micro-batches 8, the plans of `make demo`"
+    for title, rows in {**cases, demo: demo_rows, clusters: cluster_rows, runs: run_rows}.items():
         capture = Capture()
         with (
             tempfile.TemporaryDirectory() as folder,

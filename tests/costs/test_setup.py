@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verbs import run, simulated
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.cli import main
 from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.footprint import megatron_activation_bytes
 from octopipe.costs.analytic.table import setup_costs
@@ -32,21 +32,6 @@ TIMES = {
     "weight_ms": dict.fromkeys("ETL", 1),
 }
 PLAIN = {p: Rates(gemm=0.5, half=0.0, core=0.5, launch_ms=0.0, link=1.0) for p in ("bf16", "fp8")}
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code, out, err = run(capsys, "simulate", *words, "--json")
-    assert code in (0, 3), err
-    return json.loads(out)
 
 
 # -- the record -----------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class Sometimes(nn.Module):
 
     def forward(self, x):
         y = torch.tanh(self.a(x))
-        return self.b(y) if float(x.flatten()[0]) > 0 else y
+        return self.b(y) if x.flatten()[0].item() > 0 else y
 
 
 def checkpointed(reentrant: bool) -> Callable[[Do, Tensor], Tensor]:
@@ -296,7 +296,7 @@ OUTPUTS: dict[str, Callable[[Do, Tensor], Any]] = {
     "input cut off": lambda m, x: m.a(x.detach()),
     "two outputs, one unused": lambda m, x: (m.a(x), m.b(x)),
     "two outputs, both cut off": lambda m, x: (m.a(x.detach()), (m.b(x.detach()), m.norm(x).detach())),
-    "cut off for some data": lambda m, x: m.a(x if float(x.sum()) > 0 else x.detach()),
+    "cut off for some data": lambda m, x: m.a(x if x.sum().item() > 0 else x.detach()),
     "unchanged": lambda m, x: x,
     "twice": lambda m, x: ((y := m.a(x)), y),
     "views of the input": lambda m, x: (x.transpose(0, 1).transpose(0, 1), x[..., :2], m.a(x)),

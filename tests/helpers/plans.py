@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +22,17 @@ def random_cuts(rng: random.Random, layers: int, stages: int) -> list[tuple[int,
 def from_csv(text: str) -> tuple[tuple[Op, ...], ...]:
     """Orders as `Plan.to_csv` writes them; empty cells are skipped."""
     return parse_orders([[cell for cell in line.split(",") if cell] for line in text.splitlines()])
+
+
+def interleaved(rng: random.Random, needs: Mapping[Op, set[Op]], stages: Sequence[Stage], ranks: int) -> list[list[Op]]:
+    """The orders of one random interleaving of all ops; `needs` says what must be over before an op."""
+    orders: list[list[Op]] = [[] for _ in range(ranks)]
+    done: set[Op] = set()
+    while len(done) < len(needs):
+        op = rng.choice(sorted(op for op in needs if op not in done and needs[op] <= done))
+        done.add(op)
+        orders[stages[op.stage].rank].append(op)
+    return orders
 
 
 def random_plan(

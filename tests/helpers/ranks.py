@@ -11,15 +11,18 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from known_warnings import filter_in_a_rank
 
 PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
@@ -28,6 +31,9 @@ PATIENCE_S = 300.0
 """How long a test waits for what comes at once on a quiet machine. No test may fail because the machine is busy, so
 whatever is not waited out on purpose gets this much time; tests/project/test_waits.py holds every test to it."""
 AFTER_FAILURE_S = 60.0
+"""How long `Ranks.run`, whose test fails in any case, still listens to the other ranks for what they have to say."""
+SHOWN_CHARACTERS = 4000
+"""Of what a rank has printed."""
 OWN_PORTS = (12000, 32000)
 """Below those that Linux gives to connections (net.ipv4.ip_local_port_range)."""
 
@@ -57,8 +63,12 @@ def same_numbers() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str]) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str], said: str) -> None:
     os.environ.update(environment)
+    with open(said, "ab") as file:  # what ranks print would fill the screen on which a failure is looked for
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    filter_in_a_rank()
     import torch
     import torch.distributed as dist
 
@@ -133,7 +143,11 @@ class Ranks:
         self._pipes, self.processes = [], []
         ends = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in ends]
-        starts = [(rank, size, self._store.port, ends[rank][1], backend, environment(rank)) for rank in range(size)]
+        self._said = tempfile.TemporaryDirectory(prefix="octopipe-ranks-")
+        starts = [
+            (rank, size, self._store.port, ends[rank][1], backend, environment(rank), self._file(rank))
+            for rank in range(size)
+        ]
         if imports:
             self.processes = [context.Process(target=_fork_ranks, args=(imports, starts), daemon=False)]
         else:
@@ -143,14 +157,32 @@ class Ranks:
         for _, theirs in ends:
             theirs.close()
 
+    def _file(self, rank: int) -> str:
+        """Where everything goes that a rank prints."""
+        return str(Path(self._said.name, f"rank-{rank}.txt"))
+
+    def printed(self) -> str:
+        """The end of what every rank has printed, for whoever reads of a failure."""
+        texts = []
+        for rank in range(self.size):
+            with contextlib.suppress(OSError):
+                if text := Path(self._file(rank)).read_text(errors="replace").strip():
+                    texts.append(f"rank {rank} printed: {text[-SHOWN_CHARACTERS:]}")
+        return "\n".join(texts)
+
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self._pipes:
             pipe.send((function, args))
 
-    def results(self, timeout_s: float = 2 * PATIENCE_S, of: Sequence[int] | None = None) -> list[tuple[bool, Any]]:
+    def results(
+        self,
+        timeout_s: float = 2 * PATIENCE_S,
+        of: Sequence[int] | None = None,
+        after_failure_s: float = PATIENCE_S,
+    ) -> list[tuple[bool, Any]]:
         """(worked, result or error text) of every rank, or of those in `of`; a dead rank's is (False, "dead").
 
-        Ranks that wait for one that has failed are given `AFTER_FAILURE_S` to hear of it: what it said is the news.
+        Ranks that wait for one that has failed are given `after_failure_s` to hear of it: what it said is the news.
         """
         pipes = self._pipes if of is None else [self._pipes[rank] for rank in of]
         out: dict[Any, tuple[bool, Any]] = {}
@@ -165,15 +197,15 @@ class Ranks:
                 except (EOFError, OSError):
                     out[pipe] = (False, "dead")
                 if not out[pipe][0]:
-                    end = min(end, time.monotonic() + AFTER_FAILURE_S)
+                    end = min(end, time.monotonic() + after_failure_s)
         return [out.get(pipe, (False, "no answer")) for pipe in pipes]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         self.start(function, *args)
-        results = self.results()
+        results = self.results(after_failure_s=AFTER_FAILURE_S)
         bad = [text for worked, text in results if not worked]
         self.broken = bool(bad)
-        assert not bad, "\n".join(bad)
+        assert not bad, "\n".join([*bad, self.printed()])
         return [result for _, result in results]
 
     def kill(self) -> None:
@@ -191,6 +223,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._said.cleanup()
 
 
 _SHARED: dict[int, Ranks] = {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from plans import random_costs
+from plans import interleaved, random_costs
 from test_pairs import slots_in_time, with_exchange, with_pairs
 
 from octopipe.base.errors import OctoPipeError, PlanError
@@ -56,12 +56,7 @@ def random_graph_plan(rng: random.Random) -> Plan:
             needs[back[s]] = {Op(s, "F", m)} | {back[b] for a, b in edges[route_of[m]] if a == s}
             if back[s].kind == "I":
                 needs[Op(s, "W", m)] = {back[s]}
-    orders: list[list[Op]] = [[] for _ in range(ranks)]
-    done: set[Op] = set()
-    while len(done) < len(needs):
-        op = rng.choice(sorted(op for op in needs if op not in done and needs[op] <= done))
-        done.add(op)
-        orders[stages[op.stage].rank].append(op)
+    orders = interleaved(rng, needs, stages, ranks)
     plan = Plan(
         num_layers=layers,
         num_ranks=ranks,

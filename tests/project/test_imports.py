@@ -150,3 +150,29 @@ def test_collecting_the_tests_imports_nothing_that_takes_seconds(tmp_path: Path)
     seen = tmp_path / "test_x.py"
     seen.write_text('import pytest\nx = pytest.importorskip("megatron.core")\nif x:\n    import datasets\n')
     assert list(imported_at_once(seen)) == ["pytest", "megatron.core", "datasets"]
+
+
+def from_the_root(source: str) -> list[str]:
+    """Imports, wherever they stand, of a folder of the repository as if it were a package."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"octopipe"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.append(node.module or "")
+    return [name for name in found if name.split(".")[0] in folders]
+
+
+def test_no_test_needs_the_repository_on_the_path() -> None:
+    """Where somebody has put it there, or starts pytest as a module, such an import works; in `make test` it fails."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}; helpers are modules of their own: from ranks import Ranks"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in from_the_root(path.read_text())
+    ]
+    assert wrong == []
+    assert from_the_root("import os\nfrom tests.helpers.ranks import Ranks\ndef f():\n    import benchmarks.x") == [
+        "tests.helpers.ranks",
+        "benchmarks.x",
+    ]

@@ -25,7 +25,7 @@ ON_PURPOSE = {
     ("test_nccl.py", "HANG_TIMEOUT_S=20.0"): "a rank hangs, and this is waited out",
     ("test_nccl.py", "TIMEOUT_S=30.0"): "a deadlock on the device is waited out",
     ("test_pairs_run.py", "TIMEOUT_S=4.0"): "a rank hangs, and this is waited out",
-    ("test_report.py", "wait(0.02)"): "how often a loop looks, not how long it waits",
+    ("test_report_server.py", "wait(0.02)"): "how often a loop looks, not how long it waits",
     ("test_setting.py", "timeout_s=1.0"): "the driver is made and asked, and never waits",
     ("test_megatron.py", "timeout_s=1.0"): "the driver is made and asked, and never waits",
 }

@@ -100,6 +100,7 @@ def test_experts_are_written_as_their_family_writes_them(tmp_path: Path) -> None
     assert torch.equal(again["layer.mlp.experts.gate_up_proj"], mine)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 @pytest.mark.parametrize("family_names", some([True, False]))
 def test_plain_torch_reads_a_dcp_folder(family_names: bool, tied: tuple[Path, Path, Path], tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,27 @@ def test_text_becomes_documents_with_an_end(tmp_path: Path, tokenizer: Path, nam
     assert read(str(path), Reading(tokenizer=str(tokenizer)), vocab=VOCAB).tokens.tolist() == [11, 11, 11, 0]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "w1 w2"}\r\n{"text": "w3"}\r\n')
+    assert read(str(path), Reading(tokenizer=str(tokenizer)), vocab=VOCAB).tokens.tolist() == [3, 4, 0, 5, 0]
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path, tokenizer: Path) -> None:
+    os.mkfifo(tmp_path / "t.jsonl")
+    with pytest.raises(OctoPipeError, match=r"t\.jsonl: not a regular file; check --data"):
+        read(str(tmp_path / "t.jsonl"), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)
+
+
+def test_without_a_folder_of_ones_own_no_tokens_are_kept_where_others_write(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octopipe.runtime.training.data.kept.cache_folder", lambda: None)
+    path = jsonl(tmp_path / "t.jsonl", {"text": words(1)})
+    with pytest.raises(OctoPipeError, match="belongs to this user alone; set OCTOPIPE_CACHE_DIR"):
+        read(str(path), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)
+
+
 def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Path, tokenizer: Path) -> None:
     records = [{"prompt": words(1, 2, 3), "completion": words(k, k)} for k in (10, 20, 30)]
     path = jsonl(tmp_path / "t.jsonl", *records, {"prompt": words(*range(40)), "completion": words(1)})
@@ -226,7 +248,9 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Pat
         ('{"text": null}', "line 1: 'text' is null, not text"),
         ('{"text": "w1"}\n\n{"text": "w1"}\n{"txt": "w1"}', "line 4: 'text' is missing; this record has txt"),
         ('{"text": "w1"}\n{"text": "\udcff"}', "line 2: not UTF-8"),
-        ('{"text": "w1"}\n{"text"', "line 2: not valid JSON"),
+        ('{"text": "w1"}\n{"text"', "line 2: not valid JSON .*; write one JSON object per line"),
+        ("\udcff\udcfe{\0", "line 1: not UTF-8; save the file as UTF-8"),
+        ('{\0"\0t\0', "line 1: zero bytes in it, as in UTF-16; save the file as UTF-8"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path: Path, tokenizer: Path, lines: str, mend: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from effort import draws
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from plans import interleaved  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -40,6 +41,27 @@ class Mix(nn.Module):
         return F.gelu(sum(layer(value) for layer, value in zip(self.into, values, strict=True)))
 
 
+def needed(
+    rng: random.Random, stages: Sequence[Stage], edges: Iterable[tuple[int, int]], micro_batches: int,
+    fused: Sequence[int] = (),
+) -> dict[Op, set[Op]]:  # fmt: skip
+    """What must be over before each op. The backward of every micro-batch in every stage is split or not at random;
+    `fused`: stages in which it never is."""
+    needs: dict[Op, set[Op]] = {}
+    for m in range(micro_batches):
+        kinds = {s: "B" if s in fused else rng.choice("IB") for s in range(len(stages))}
+        for s in range(len(stages)):
+            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges if b == s}
+            own = {Op(s, "F", m)}
+            if stages[s].recompute:
+                needs[Op(s, "R", m)] = own
+                own = own | {Op(s, "R", m)}
+            needs[Op(s, kinds[s], m)] = own | {Op(b, kinds[b], m) for a, b in edges if a == s}
+            if kinds[s] == "I":
+                needs[Op(s, "W", m)] = {Op(s, "I", m)}
+    return needs
+
+
 def drawn(seed: int, ranks: int) -> tuple[Plan, list[nn.Module]]:
     """A random graph of stages of one layer each in a random order, and its layers."""
     rng = random.Random(seed)
@@ -55,24 +77,8 @@ def drawn(seed: int, ranks: int) -> tuple[Plan, list[nn.Module]]:
     stages = [
         Stage(first=s, stop=s + 1, rank=rng.randrange(ranks), recompute=rng.random() < 0.25) for s in range(count)
     ]
-    needs: dict[Op, set[Op]] = {}
-    for m in range(micro_batches):
-        kinds = {s: rng.choice("IB") for s in range(count)}
-        for s in range(count):
-            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges if b == s}
-            own = {Op(s, "F", m)}
-            if stages[s].recompute:
-                needs[Op(s, "R", m)] = own
-                own = own | {Op(s, "R", m)}
-            needs[Op(s, kinds[s], m)] = own | {Op(b, kinds[b], m) for a, b in edges if a == s}
-            if kinds[s] == "I":
-                needs[Op(s, "W", m)] = {Op(s, "I", m)}
-    orders: list[list[Op]] = [[] for _ in range(ranks)]
-    done: set[Op] = set()
-    while len(done) < len(needs):
-        op = rng.choice(sorted(op for op in needs if op not in done and needs[op] <= done))
-        done.add(op)
-        orders[stages[op.stage].rank].append(op)
+    needs = needed(rng, stages, edges, micro_batches)
+    orders = interleaved(rng, needs, stages, ranks)
     plan = Plan(
         num_layers=count,
         num_ranks=ranks,
@@ -185,24 +191,8 @@ def cut_plan(seed: int, ranks: int, *, embedding: bool, layers: int = 5) -> Plan
     stages.append(Stage(first=layers, stop=layers, rank=rng.randrange(ranks)))
     edges = [(k, body[0]) for k in range(body[0])] + list(itertools.pairwise(body))
     edges += [(body[-1], s) for s in shards] + [(s, loss) for s in shards]
-    needs: dict[Op, set[Op]] = {}
-    for m in range(micro_batches):
-        kinds = {s: "B" if s == loss else rng.choice("IB") for s in range(len(stages))}
-        for s in range(len(stages)):
-            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges if b == s}
-            own = {Op(s, "F", m)}
-            if stages[s].recompute:
-                needs[Op(s, "R", m)] = own
-                own = own | {Op(s, "R", m)}
-            needs[Op(s, kinds[s], m)] = own | {Op(b, kinds[b], m) for a, b in edges if a == s}
-            if kinds[s] == "I":
-                needs[Op(s, "W", m)] = {Op(s, "I", m)}
-    orders: list[list[Op]] = [[] for _ in range(ranks)]
-    done: set[Op] = set()
-    while len(done) < len(needs):
-        op = rng.choice(sorted(op for op in needs if op not in done and needs[op] <= done))
-        done.add(op)
-        orders[stages[op.stage].rank].append(op)
+    needs = needed(rng, stages, edges, micro_batches, fused=(loss,))
+    orders = interleaved(rng, needs, stages, ranks)
     return Plan(
         num_layers=layers,
         num_ranks=ranks,
@@ -246,7 +236,7 @@ def run_cut_heads(world, jobs):
                 start = pipe.layers.modules[int(name.split(".")[0])].shard_start
                 wanted = wanted[start : start + p.shape[0]]
             worst = max(worst, float((p.grad - wanted).abs().max()))
-        away = max(abs(found - float(total)), abs(evaluated - float(total)), abs(found_norm - norm))
+        away = max(abs(found - total.item()), abs(evaluated - total.item()), abs(found_norm - norm))
         out.append(((seed, kind, embedding), worst, away))
         pipe.zero_grad()
     return out
@@ -521,7 +511,7 @@ def run_mtp(world):
     worst = max((float((p.grad - expected[id(p)]).abs().max()) for _, p in pipe.named_parameters()), default=0.0)
     with pytest.raises(OctoPipeError, match="ends with layer 6"):
         Pipeline(layers, plan, PathLosses({4: loss_fn}), group=world, timeout_s=PATIENCE_S)
-    return worst, abs(found - float(total))
+    return worst, abs(found - total.item())
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -116,7 +116,7 @@ def partial(world, plan, rows, with_batch):
     x, y, layers = data(rows), data(rows, 2), linears()
     square(nn.Sequential(*layers)(x), y).backward()
     want = {f"{k}.{n}": p.grad.clone() for k, m in enumerate(layers) for n, p in m.named_parameters()}
-    loss = float(square(nn.Sequential(*layers)(x), y))
+    loss = square(nn.Sequential(*layers)(x), y).item()
     for layer in layers:
         layer.zero_grad()
     with Pipeline(layers, plan, square, group=world, timeout_s=PATIENCE_S) as pipe:

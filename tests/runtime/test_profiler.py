@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -380,6 +381,36 @@ def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_change(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_locks_that_libraries_make_on_ranks_are_no_warning_at_the_end(tmp_path) -> None:
+    """`train --data` of a saved dataset ended with "There appear to be 2 leaked semaphore objects": its progress bars
+    make locks, and ranks end at once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from octopipe.runtime.ranks.launch import run_ranks, warm_up\n"
+        "kept = []\n"
+        "def work(seat, payload):\n"
+        "    kept.append(multiprocessing.RLock())\n"
+        "    return seat.rank\n"
+        'if __name__ == "__main__":\n    warm_up()\n    print(run_ranks(work, 2, threads=1))\n'
+    )
+    for known in (
+        {"PYTHONWARNINGS": "default"},
+        {},
+    ):  # nothing is left; what is left by a rank that was killed is quiet
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | known,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+        assert "leaked" not in done.stderr
 
 
 def test_measuring_tells_how_far_it_has_come():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Ranks
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +21,6 @@ from octopipe.models import layers as spec  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
 from octopipe.runtime.measure.routing import routing_heard  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
-from tests.helpers.ranks import Ranks  # noqa: E402
 
 
 def tokens_of(choose: Any, x: Any) -> tuple[float, ...]:

@@ -58,7 +58,7 @@ def test_weights_make_the_mean_over_all_tokens() -> None:
     loss = StepLoss(cross_entropy, shifted=False)
     mean = sum(loss(run(x), y) for x, y in zip(inputs, targets, strict=True)) / len(numbers)
     found = torch.autograd.grad(mean, parameters)
-    assert float(mean) == pytest.approx(float(sum(losses)), rel=1e-12)
+    assert mean.item() == pytest.approx(sum(losses).item(), rel=1e-12)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 

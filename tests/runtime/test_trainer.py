@@ -63,7 +63,7 @@ def test_schedules_are_those_of_transformers_after_the_warm_up(kind: str) -> Non
         "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps),
         "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps),
         "wsd": lambda: transformers.get_wsd_schedule(
-            optimizer, warmup, 10, num_training_steps=steps, num_stable_steps=33, decay_type="linear"
+            optimizer, warmup, 10, num_stable_steps=steps - warmup - 10, decay_type="linear"
         ),
     }[kind]()
     ours = Schedule(kind=kind, rate=2.0, warmup=warmup, steps=steps, decay=10 if kind == "wsd" else None)

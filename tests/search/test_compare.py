@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verbs import run
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.cli import main
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
@@ -19,15 +19,6 @@ from octopipe.simulation.bounds.bounds import lower_bound_ms
 from octopipe.simulation.simulator import simulate
 
 FEW = ("1f1b", "gpipe", "interleaved", "zb-h1", "dualpipe")
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from verbs import run
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.cli import main
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.zoo import preset
@@ -234,15 +234,6 @@ def test_sizes_that_are_none_are_refused(text: str) -> None:
 
 
 # -- the verbs ------------------------------------------------------------------------------------------------------
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 PLAN = ("plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--for", "megatron")

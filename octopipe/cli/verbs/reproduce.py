@@ -66,10 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed_number, default=0, help="random seed (default: 0)")
     parser.add_argument("--fresh", action="store_true", help="run everything again; reuse neither parts nor searches")
     parser.add_argument(
-        "--page", metavar="FILE", help="write the whole reproduction as one Markdown page, pictures beside"
+        "--page",
+        metavar="FILE",
+        help="write the whole reproduction as one Markdown page, with its pictures in files next to it",
     )
     parser.add_argument(
-        "--check", metavar="FILE", help="say whether that page is what this code writes of the plans kept beside it"
+        "--check",
+        metavar="FILE",
+        help="check that this page is what the code generates today from the plans that are stored next to it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

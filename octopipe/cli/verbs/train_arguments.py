@@ -89,7 +89,9 @@ def _add_optimizer_arguments(training: Any) -> None:
     )
     training.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
     training.add_argument("--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: any (default: 1)")
-    training.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
+    training.add_argument(
+        "--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="the optimizer (default: adamw)"
+    )
     training.add_argument(
         "--shard-optimizer",
         action="store_true",
@@ -109,7 +111,7 @@ def _add_optimizer_arguments(training: Any) -> None:
 def _add_machine_arguments(training: Any) -> None:
     """Precision, device, kernels, and what is measured and checked around the run."""
     add_precision_arguments(training)
-    training.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
     training.add_argument(
         "--kernels",
         type=kernel_words,

@@ -9,7 +9,7 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from octopipe.base.display import milliseconds
@@ -103,9 +103,9 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     from octopipe.simulation.simulator import simulate
 
     sizes = (num_ranks, num_micro_batches)
-    plain = _rival("1f1b", costs, *sizes, split=False)
-    split = _rival("1f1b", costs, *sizes, split=True)
     known = {name: ms for name, ms in result.systems.items() if math.isfinite(ms)}
+    plain = _rival("1f1b", costs, *sizes, split=False)
+    split = _split(plain, known.get("1f1b", math.nan)) or _rival("1f1b", costs, *sizes, split=True)
     if split.fits:
         known["1f1b"] = split.step_ms
     # Whoever has ended the search does not wait for the others either.
@@ -117,12 +117,23 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     if time.monotonic() >= until:
         complete = False
     found = []
-    if (name := min(known, key=lambda name: known[name], default="")) != "":
+    if (name := min(known, key=lambda name: known[name], default="1f1b")) != "1f1b":
         # The search knows systems with their backward split; as published they may need less memory, never less time.
-        found = [r for r in (_rival(name, costs, *sizes, split=s) for s in (False, True)) if r.fits]
+        as_published = _rival(name, costs, *sizes, split=False)
+        found = [r for r in (as_published, _split(as_published, known[name])) if r is not None and r.fits]
     found += [r for r in (plain, split) if r.fits]
     best = min(found, key=lambda r: r.step_ms, default=None)
     return Rivals(baseline=plain, baseline_split=split, best=best, complete=complete)
+
+
+def _split(as_published: Rival, split_ms: float) -> Rival | None:
+    """The same system with its backward split, which fits and takes this long; None where that cannot be told from the
+    time alone, because splitting the backward has gained nothing."""
+    if as_published.fits and not split_ms < as_published.step_ms:
+        return None
+    if not math.isfinite(split_ms):
+        return None
+    return replace(as_published, split_backward=True, step_ms=split_ms, fits=True)
 
 
 def _rival(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, *, split: bool) -> Rival:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--channel",
         choices=("directed", "pair", "single"),
         default="directed",
-        help="communication queues (default: directed)",
+        help="which sends and receives share an in-order queue (default: directed)",
     )
     parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
     parser.add_argument("--report", metavar="FILE", help="write an HTML page with both timelines, one above the other")

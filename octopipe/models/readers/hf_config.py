@@ -71,7 +71,7 @@ def from_config(
         raise OctoPipeError(text if text.startswith(where) else f"{where}: {text}") from None
     except (ArithmeticError, ValueError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{where}: its numbers make no model ({why}); check the sizes") from None
+        raise OctoPipeError(f"{where}: its sizes do not describe a model ({why}); check the sizes") from None
 
 
 def _read(config: Config, kind: str, name: str, *, known_families: bool) -> ModelSpec:

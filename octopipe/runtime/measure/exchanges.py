@@ -43,13 +43,13 @@ class MeasuredExchange:
     forward: Row = ()
     input: Row = ()
     weight_ms: float = 0.0
-    """Of its W."""
+    """The time of its W."""
     paired_ms: float = 0.0
-    """What its F and the I of another micro-batch take together; 0 where that was not measured."""
+    """The time of its F and the I of another micro-batch when they run together; 0 if that was not measured."""
     forwards_ms: float = 0.0
-    """What its F of two micro-batches take together; 0 where that was not measured."""
+    """The time of its F of two micro-batches when they run together; 0 if that was not measured."""
     filled_ms: float = 0.0
-    """What its I and the W of another micro-batch take together; 0 where that was not measured."""
+    """The time of its I and the W of another micro-batch when they run together; 0 if that was not measured."""
 
 
 class _Clock:
@@ -194,7 +194,7 @@ def _row(runs: Sequence[Sequence[float]]) -> Row:
 
 
 def segments_of(ranks: Sequence[Sequence[MeasuredExchange]], group_of: Sequence[int]) -> Segments | None:
-    """What all ranks measured as the segments of a cost table; None where nothing is exchanged."""
+    """The measurements of all ranks as the segments of a cost table; None if no layer exchanges tokens."""
     if not ranks[0]:
         return None
     layers = [_mean([rank[g] for rank in ranks]) for g in range(len(ranks[0]))]

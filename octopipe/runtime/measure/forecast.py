@@ -24,9 +24,9 @@ from octopipe.runtime.precision import PARAMETER_DTYPES
 
 GIB = float(1 << 30)
 UNFIT = "does not fit in memory"
-"""In every line about it, so that it can be recognized in what a rank reports."""
+"""A part of every message about memory, by which such a message is recognized in the reports of ranks."""
 PROCESS_BYTES = 0.25 * GIB
-"""Of a rank's own, beside its layers: libraries and their workspaces."""
+"""Bytes that a rank needs besides its layers, for libraries and their workspaces."""
 REHEARSED = 4
 """Micro-batches of the plan that a profile of several ranks runs at its end, or more where there are more ranks."""
 MATRIX = 768
@@ -34,7 +34,7 @@ MATRIX = 768
 
 
 def profile_bytes(work: Workload, ranks: int) -> float:
-    """What all ranks of a profile hold together, at its fullest.
+    """The peak memory of all ranks of a profile together.
 
     First every rank holds one layer of each kind, with gradients, inputs and outputs. Then, where there are several
     ranks, they hold the whole model together and run a few micro-batches.

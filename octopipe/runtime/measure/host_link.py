@@ -19,12 +19,14 @@ from octopipe.runtime.ranks.world import World
 SIZES = (1 << 16, 1 << 24, 1 << 27)
 COPIES = 6
 EXPECTED_BYTES_PER_MS = 8e6
-"""A slow link: computation beside the copies is made to last as long as this would need."""
+"""The bandwidth of a slow link. Computation that runs beside the copies is made as long as the copies would take over
+it."""
 MOST_KERNELS = 2048
 
 
 def measure_host_link(world: World, device: torch.device, *, sizes: tuple[int, ...] = SIZES) -> Link:
-    """The slowest rank's link, each way (collective): as it is while everybody computes, offloads and fetches."""
+    """The link of the slowest rank in each direction (collective), measured while all ranks compute and copy in both
+    directions."""
     load = _Load(device) if device.type == "cuda" else None
     times = [_both_ways_ms(world, device, size, load) for size in sizes]
     every = np.array(world.gather(times))
@@ -32,7 +34,7 @@ def measure_host_link(world: World, device: torch.device, *, sizes: tuple[int, .
 
 
 def _both_ways_ms(world: World, device: torch.device, nbytes: int, load: _Load | None) -> float:
-    """Of a copy down while another goes up."""
+    """The time of a copy to the host while another copy runs in the opposite direction."""
     cuda = device.type == "cuda"
     here = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     there = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]

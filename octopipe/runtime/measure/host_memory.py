@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Memory this host, or the container around this process, still has; None where nobody tells."""
+    """Free memory of this host, or of the container of this process; None if it is not known."""
     found = [b for b in (_available(proc / "meminfo"), _cgroup_free(proc, cgroups)) if b is not None]
     return min(found, default=None)
 
@@ -30,7 +30,8 @@ def _available(meminfo: Path) -> float | None:
 
 
 def _cgroup_free(proc: Path, cgroups: Path) -> float | None:
-    """The tightest limit of the control groups around this process; page cache that can go counts as free."""
+    """Free memory under the tightest limit of the control groups of this process; reclaimable page cache counts as
+    free."""
     try:
         entries = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
     except OSError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
 
 VALUE_BYTES = {"fp64": 8.0, "fp32": 4.0}
-"""Of an activation, by precision; all others compute in 16 bits."""
+"""Bytes of one value of an activation by precision; precisions that are not listed compute in 16 bits."""
 
 
 def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:

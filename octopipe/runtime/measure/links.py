@@ -140,7 +140,7 @@ def measure_sum(
 
 
 class _Clock:
-    """Milliseconds of what is issued between its making and `stop_ms`."""
+    """Measures the time in milliseconds of the work that is issued between its construction and `stop_ms`."""
 
     def __init__(self, device: torch.device):
         self._device, self._event = device, None

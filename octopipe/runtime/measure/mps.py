@@ -35,7 +35,7 @@ class Mps:
     """A running daemon of our own (or none: `environment` is then empty)."""
 
     environment: Mapping[str, str]
-    """What every rank must have in its environment before it first touches the GPU."""
+    """The environment variables that every rank must have before it first uses the GPU."""
     folder: Path | None
 
     @classmethod
@@ -100,7 +100,7 @@ class Mps:
         )
 
     def answers(self) -> bool:
-        """Whether the daemon takes commands."""
+        """Whether the daemon responds to commands."""
         end = time.monotonic() + _WAIT_S
         while time.monotonic() < end:
             try:
@@ -112,7 +112,7 @@ class Mps:
         return False
 
     def stop(self) -> None:
-        """End our daemon, servers and folders; nothing where the daemon was somebody else's."""
+        """Stop our daemon and its servers and remove its folders; a daemon that we did not start is left running."""
         if self.folder is None:
             return
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -141,7 +141,7 @@ def connections(num_ranks: int) -> int:
 
 
 def _share_asked(text: str | None) -> float | None:
-    """The share that a user has set, if any.
+    """The share that the user has set in the environment, if any.
 
     >>> _share_asked("12.5"), _share_asked(None)
     (12.5, None)

@@ -39,23 +39,23 @@ class LayerMemory:
     """Bytes of one layer and one micro-batch."""
 
     activation_bytes: float
-    """Held from F until I; the layer's input counts, its output does not."""
+    """Bytes held from F until I, including the layer's input but not its output."""
     stash_bytes: float
-    """Held from I until W."""
+    """Bytes held from I until W."""
     workspace_bytes: float
-    """Beyond that while an op runs (zero where the device keeps no books)."""
+    """Additional bytes while an op runs (zero if the device does not report them)."""
     boundary_bytes: float
-    """The output tensors."""
+    """Bytes of the output tensors."""
     parameter_bytes: float
     gradient_bytes: float
     master_bytes: float = 0.0
-    """float32 masters of low-precision parameters, where an optimizer keeps them."""
+    """Bytes of float32 master weights of low-precision parameters, if an optimizer keeps them."""
     updated_bytes: float = 0.0
-    """What an optimizer updates, masters or parameters: its moments have this size each."""
+    """Bytes of what an optimizer updates (master weights or parameters); each of its moments has this size."""
 
 
 class Layer:
-    """One distinct layer ready to run."""
+    """One distinct layer, prepared to run."""
 
     def __init__(
         self,

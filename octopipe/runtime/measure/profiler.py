@@ -52,25 +52,26 @@ class Measured:
     """One rank's measurement of a list of layers; arrays have one row per distinct layer."""
 
     group_of: tuple[int, ...]
-    """Which distinct layer each layer is."""
+    """For every layer, the number of its distinct layer."""
     loaded_ms: Floats
     """[layers, 3]: medians of F, I, W with all ranks at work."""
     partial_ms: Mapping[int, Floats]
-    """The same with only so many ranks at work and the others at rest."""
+    """The same by number of busy ranks, while the other ranks are idle."""
     host_share: float
     """Time the host took to issue the work over the time the device took for it: below 1, the device is kept busy."""
     spread: Floats
     """Interquartile range over median of `loaded_ms`."""
     memory: tuple[LayerMemory, ...]
     repeatable: tuple[bool, ...]
-    """Whether a second forward did what the first did."""
+    """Whether a second forward gave the same result as the first."""
     resident_bytes: float
-    """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
+    """Bytes that libraries allocate on the device for themselves (workspaces of matrix products), independent of the
+    layers."""
     seconds: float
     exchanges: tuple[MeasuredExchange, ...] = ()
     """Which parts of every distinct layer exchange tokens; empty where none does."""
     tokens_per_expert: tuple[tuple[float, ...], ...] = ()
-    """Of one micro-batch, by distinct layer; an empty row where a layer has no router."""
+    """Tokens per expert in one micro-batch, by distinct layer; an empty row if a layer has no router."""
     expert_ranks: int = 0
     """The largest group in which layers exchange tokens; 0 where they do not, or none is known."""
     shards: Seen = field(default_factory=dict)
@@ -271,7 +272,7 @@ class LayerRing:
         wait_all(self._group)
 
     def measured(self) -> Measured:
-        """What all rounds so far showed (collective)."""
+        """The results of all rounds so far (collective)."""
         loaded = np.concatenate(self._loaded)
         busy = float((loaded.sum(axis=(0, 2)) * np.bincount(self._group_of)).sum())
         partial: dict[int, Floats] = {}
@@ -345,7 +346,7 @@ def _prepare(
 
 
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
-    """Every rank's measurement (collective)."""
+    """The measurements of all ranks (collective)."""
     if group is None:
         return [mine]
     return gather_values(group, mine)
@@ -425,7 +426,7 @@ def assemble(
 
 
 def _about(ranks: Sequence[Measured]) -> dict[str, Any]:
-    """What a profile says about its measurement, for people."""
+    """The description of the measurement that a profile contains for its readers."""
     spread = np.median([m.spread for m in ranks], axis=0)[np.array(ranks[0].group_of)]
     return {
         "ranks": len(ranks),

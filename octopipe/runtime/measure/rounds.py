@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from octopipe.base.display import duration
 
 Tell = Callable[[str, float], None]
-"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
+"""Receives what runs now, and the share of the whole work (0 to 1) that has been done."""
 TOLD_EVERY_S = 1.0
-"""A report takes the host a moment, which the layers of other ranks would feel."""
+"""Minimum number of seconds between two reports: a report takes host time, which would disturb the layers of other
+ranks."""
 LAYERS_END, ROUNDS_END = 0.1, 0.8
 """Shares of the whole after which every kind of layer has run once, and after which all rounds have run. Links and a
 rehearsed plan come last."""
 
 
 def nobody(doing: str, share: float) -> None:
-    """Nobody listens."""
+    """Ignores every report."""
 
 
 def rounds_of(repeats: int, warm_up: int, levels: Sequence[int], ranks: int) -> int:

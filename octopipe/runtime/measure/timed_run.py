@@ -43,13 +43,13 @@ class MeasuredSteps:
     """A plan's measured steps."""
 
     timeline: Timeline
-    """Of the step with the median makespan."""
+    """The timeline of the step with the median makespan."""
     steps_ms: tuple[float, ...]
-    """Makespans."""
+    """The makespan of every step."""
     wall_ms: tuple[float, ...]
-    """The same on the host's clock, barrier to barrier."""
+    """The time of every step on the host's clock, from barrier to barrier."""
     peak_bytes: tuple[float, ...]
-    """Allocator's peak per rank; empty on a CPU."""
+    """Peak memory of the allocator per rank; empty on a CPU."""
     loss: float
 
     @property
@@ -154,7 +154,7 @@ class TimedRun:
         return self._cuda and isinstance(self.pipe.transport, TimedIpc)
 
     def trial(self) -> MeasuredSteps:
-        """What the timed steps showed (collective)."""
+        """The results of the timed steps (collective)."""
         spans = [t.makespan_ms for t in self.timelines]
         return MeasuredSteps(
             timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
@@ -192,7 +192,7 @@ def run_plan(
 
 
 class TimedIpc(IpcTransport):
-    """Also knows when each transfer arrived, by the device's clock."""
+    """A CUDA IPC transport that also records when each transfer arrived, on the device's clock."""
 
     def __init__(self, world: World, device: torch.device, *, timeout_s: float):
         super().__init__(world, device, timeout_s=timeout_s)

@@ -25,7 +25,8 @@ Floats = NDArray[np.float64]
 
 
 class Timed(Protocol):
-    """What can be run once, F, I and W one after the other, with a mark before, between and after them."""
+    """Something whose F, I and W can be run one after the other, with a call of `mark` before, between and after
+    them."""
 
     def once(self, mark: Callable[[], None]) -> None: ...
 

@@ -63,7 +63,7 @@ page faults, or none, depending on what was freed before it: an op's time would 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileJob:
-    """What `profile_task` does."""
+    """The parameters of `profile_task`."""
 
     work: Workload
     repeats: int
@@ -75,7 +75,7 @@ class ProfileJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateJob:
-    """What `validate_task` does."""
+    """The parameters of `validate_task`."""
 
     work: Workload
     plan: Plan
@@ -85,13 +85,13 @@ class ValidateJob:
     channel: Channel
     profile_again: bool
     optimizer: str = "none"
-    """Whose state the profile counts: the run has it too."""
+    """The optimizer whose state the profile counts in memory; the run allocates it as well."""
 
 
 LEAST_S = 900.0
-"""A profile or trial may take so long, or longer where its layers are known to."""
+"""Seconds that a profile or trial may take; more if its layers are known to need more."""
 STEP_S = 120.0
-"""The same for one step of a plan."""
+"""Seconds that one step of a plan may take."""
 STATE_FACTOR = {"adamw": 2.0, "none": 0.0}
 """Bytes of an optimizer's state per byte of parameters."""
 
@@ -169,7 +169,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
 def _links(
     work: Workload, world: World, device: torch.device, mine: Measured
 ) -> tuple[dict[tuple[int, int], Link], float]:
-    """Links between all ranks, and what a transfer costs the computation beside it."""
+    """The links between all ranks, and by how much a transfer slows computation that runs at the same time."""
     boundary = int(max(m.boundary_bytes for m in mine.memory))
     sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
     found = measure_links(world, device, sizes=sizes, transport=work.transport(world))
@@ -213,7 +213,7 @@ def _profile(
 
 
 def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
-    """What transfers cost the computation beside them, on the model's second layer."""
+    """By how much transfers slow computation that runs at the same time, measured on the model's second layer."""
     layers = work.layers(device)
     made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
     with torch.no_grad():
@@ -268,7 +268,7 @@ def side_by_side(
 
 
 def fidelity(plan: Plan, profile: Profile, trial: MeasuredSteps, *, channel: Channel = "directed") -> Fidelity:
-    """A trial against its prediction."""
+    """The comparison of a trial with its prediction."""
     predicted = predict(plan, profile, channel=channel)
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
 

@@ -28,15 +28,15 @@ from octopipe.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTuneJob:
-    """What `measured_tune_task` does."""
+    """The parameters of `measured_tune_task`."""
 
     work: Workload
     profile: Profile
     num_micro_batches: int
     tune_s: float
-    """For each search."""
+    """Seconds for each search."""
     budget_s: float
-    """For everything."""
+    """Seconds for the whole loop."""
     steps: int = 5
     rounds: int = 3
     systems: tuple[str, ...] = PUBLISHED
@@ -47,11 +47,11 @@ class MeasuredTuneJob:
     seed: int = 0
     workers: int | None = None
     iterations: int | None = None
-    """Of each search, instead of its time."""
+    """Number of moves of each search, instead of a time."""
     optimizer: str = "none"
-    """Whose state the profile counts: the runs have it too."""
+    """The optimizer whose state the profile counts in memory; the runs allocate it as well."""
     timeout_s: float = 120.0
-    """How long a rank waits for another one."""
+    """Seconds that a rank waits for another one."""
 
 
 def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:

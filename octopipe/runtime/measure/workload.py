@@ -34,25 +34,25 @@ class Workload:
     """A model with the size of its micro-batches and the device of its ranks."""
 
     spec: ModelSpec | HfModel
-    """Our own layers of these sizes, or a transformers model."""
+    """The model: sizes of octopipe's own layers, or a transformers model."""
     tokens: int
-    """Per sequence."""
+    """Tokens per sequence."""
     micro_batch_size: int = 1
     device: str = "cpu"
     """"cpu", "cuda" (one GPU per rank), or "cuda" on fewer GPUs than ranks (shared)."""
     dtype: str = "float32"
-    """Of everything, where no precision is given."""
+    """The dtype of everything, if no precision is given."""
     precision: str = ""
-    """How layers compute and gradients add up (`costs/mode.py`); default: as the dtype says."""
+    """The precision of layers and gradients (`costs/mode.py`); default: that of the dtype."""
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`, or not; default: on a GPU, unless there are faster kernels."""
     asked_kernels: tuple[str, ...] = ()
-    """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
+    """Kernels of octopipe's own layers by name (`kernels.PARTS`); a transformers model has already selected its own."""
     seed: int = 0
     graphs: bool = False
-    """Ops are captured as CUDA graphs and replayed, where they can be."""
+    """Whether ops are captured as CUDA graphs and replayed, if possible."""
     checkpointed: tuple[int, ...] = ()
-    """Layers that keep their input alone and run again inside their backward."""
+    """Layers that keep only their input and run again inside their backward."""
     frozen: tuple[int, ...] = ()
     """Layers whose parameters are not trained."""
 
@@ -69,7 +69,7 @@ class Workload:
             raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
 
     def place(self, rank: int) -> torch.device:
-        """This rank's device, made current."""
+        """Select this rank's device and return it."""
         if self.device == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -96,7 +96,7 @@ class Workload:
         return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
 
     def kernels_told(self) -> dict[str, str]:
-        """What the layers run with, for a profile: times of other kernels say nothing about these."""
+        """The kernels that the layers use, as recorded in a profile: its times hold for these kernels only."""
         if isinstance(self.spec, ModelSpec):
             return self.kernels.told()
         there = [name for name in PACKAGES if self.device == "cuda" and installed(name)]
@@ -137,7 +137,7 @@ class Workload:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What every layer is, in words."""
+        """A description of every layer."""
         return self.spec.kinds if isinstance(self.spec, HfModel) else tuple(kind_of(layer) for layer in self.spec)
 
     def batch(self, device: torch.device, count: int) -> list[Any]:
@@ -225,7 +225,7 @@ def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def kind_of(layer: Layer) -> str:
-    """A layer of ours in words."""
+    """A description of one of octopipe's own layers."""
     if isinstance(layer, Block):
         return " + ".join(type(part).__name__ for part in layer.parts)
     return type(layer).__name__

@@ -88,12 +88,19 @@ def warm_up(*also: str) -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     allow_descriptors(LEAST_DESCRIPTORS)
+    _quiet_tracker()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["octopipe.runtime.training.warm", *also])
     forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return context
+
+
+def _quiet_tracker() -> None:
+    """The process that cleans up after ranks which were killed reads it as it starts, with the first of them or with
+    their server."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 
 def _refuse_while_importing() -> None:
@@ -133,8 +140,7 @@ def run_ranks(
     """
     import torch
 
-    # The process that cleans up after ranks reads it as it starts.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    _quiet_tracker()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
     listen = listen or unheard

@@ -34,7 +34,7 @@ SPEAK_AFTER_S = 20.0
 
 
 def _print(line: str) -> None:
-    """On the error output, also where Python's own is held by somebody who hangs."""
+    """Print to the standard error of the process, even if a thread that hangs holds Python's own stream."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
@@ -83,7 +83,7 @@ class Board:
                 self._store = None
 
     def say(self, text: str) -> None:
-        """Tell the launcher why this process is about to end."""
+        """Report to the launcher why this process is about to end."""
         if self._store is not None:
             with suppress(Exception):
                 self._store.set(line_key(self._seat), text)
@@ -129,12 +129,12 @@ class Board:
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """The position of a rank in its program."""
 
     token: object
-    """Changes with progress."""
+    """A value that changes whenever the rank makes progress."""
     line: str
-    """For the board; empty where there is nothing to say."""
+    """The line for the board; empty if there is nothing to report."""
     peer: int | None = None
     """The rank whose message the device waits for."""
 
@@ -164,7 +164,7 @@ class _Probe:
             self._stop.wait(self._pause_s)
 
     def stuck(self, patience_s: float) -> bool:
-        """Whether the driver has not answered for so long."""
+        """Whether the driver has not responded for this many seconds."""
         return not self.failed and time.monotonic() - self.asked > patience_s + self._pause_s
 
     def stop(self) -> None:
@@ -246,7 +246,7 @@ class Watchdog:
             time.sleep(LOOK_EVERY_S / 2)
 
     def _abort(self, line: str, why: str) -> None:
-        """The main thread may be stuck inside the driver: say why and end the process."""
+        """Report the reason and end the process, because the main thread may be blocked inside the driver."""
         self._board.write(line or "waits for its device", last=True)
         lines = self._board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         text = f"{why}; pending ops: {'; '.join(lines)}"

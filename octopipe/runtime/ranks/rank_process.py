@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -25,9 +26,12 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 
+CLEANING_S = 5.0
+"""The most that a rank which has done its work spends on what libraries leave behind."""
+
 
 def unheard(_: Any) -> None:
-    """Nobody listens."""
+    """Ignores every report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,8 @@ class Seat:
     local_rank: int
     """Index among the ranks of this machine, which selects the GPU."""
     tell: Callable[[Any], None] = field(default=unheard)
-    """Send a word of plain values to whoever started the run; only the first rank's are heard."""
+    """Send a message of plain values to the process that started the run. Only messages of the first rank are passed
+    on."""
 
 
 class RankError(OctoPipeError):
@@ -70,7 +75,7 @@ CHATTER = (
     ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
     "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
 )
-"""Warnings that a user can do nothing about."""
+"""Warnings that are suppressed because a user cannot act on them."""
 
 
 def _quiet() -> None:
@@ -127,6 +132,7 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         pipe.close()
         sys.stderr.flush()
         clear_shared_memory(os.getpid())
+        give_back_semaphores()
         # Threads of a broken process group would keep a failed rank from ending.
         os._exit(0 if good else 1)
 
@@ -141,7 +147,8 @@ def load_kernels_early() -> None:
 
 
 def stay_local() -> None:
-    """All ranks are on this host: what they listen on, nobody else can reach. A user's own choice stands."""
+    """Make ranks that are all on this host listen on the loopback interface only, unless the user has chosen another
+    one."""
     loopback = next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -155,8 +162,25 @@ def clear_shared_memory(pid: int) -> None:
             os.unlink(path)
 
 
+def give_back_semaphores() -> None:
+    """What an ordinary end of the process does with the locks that libraries made (a progress bar of `datasets` makes
+    two). A process that ends at once leaves them to Python's resource tracker, which warns about each. Some of what
+    runs here waits for processes that a library started; it gets `CLEANING_S`, so that no rank stays for it."""
+    finalize = getattr(multiprocessing.util, "_run_finalizers", None)
+    if finalize is not None:
+        cleaning = threading.Thread(target=_suppressed, args=(finalize,), daemon=True)
+        cleaning.start()
+        cleaning.join(CLEANING_S)
+
+
+def _suppressed(finalize: Callable[[int], None]) -> None:
+    with contextlib.suppress(BaseException):
+        finalize(0)
+
+
 def described(error: BaseException) -> str:
-    """One line; what is not a mistake that we foresaw says where it is (and all of it with OCTOPIPE_TRACE=1)."""
+    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACE=1 adds the
+    traceback."""
     from octopipe.runtime.wire.telling import peer_words
 
     if os.environ.get("OCTOPIPE_TRACE"):

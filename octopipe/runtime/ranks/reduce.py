@@ -52,9 +52,9 @@ class Shared:
     """Its first name in the model: `layer.name`; the same on every rank."""
     parameter: nn.Parameter
     layers: tuple[int, ...]
-    """Layers of this rank that use it: complete when all of them are."""
+    """Layers of this rank that use it; its gradient is complete when all of them have finished."""
     holders: tuple[int, ...]
-    """Ranks of the pipeline that hold it."""
+    """The ranks of the pipeline that hold it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,9 +72,9 @@ class Bucket:
     missing: bool = False
     """Whether this rank lacks a gradient of this step."""
     flat: Tensor | None = None
-    """The gradients one after the other, then a flag for each that is there."""
+    """The gradients one after the other, followed by one flag per gradient that says whether it exists."""
     works: list[Any] = field(default_factory=list)
-    """Reductions begun, of those that it goes through one after the other."""
+    """The reductions that have been started; a bucket passes through several, one after the other."""
     divided: bool = False
     """Whether the sum over holders was divided, for the mean over data-parallel pipelines."""
 
@@ -116,7 +116,7 @@ class Reducer:
         self._build()
 
     def renew(self, shared: Sequence[Shared]) -> None:
-        """Parameters were put in the place of others, under the same names."""
+        """Take over parameters that have replaced others under the same names."""
         now = {s.key: s.parameter for s in shared}
         self._shared = [replace(s, parameter=now[s.key]) for s in self._shared]
         self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
@@ -179,7 +179,7 @@ class Reducer:
             bucket.flat, bucket.works, bucket.before = None, [], []
 
     def layers_done(self, layers: Sequence[int]) -> None:
-        """These layers get no more gradient in this step."""
+        """Record that these layers receive no further gradient in this step."""
         for bucket in self.buckets:
             bucket.waits_for.difference_update(layers)
         self.advance()
@@ -242,7 +242,7 @@ class Reducer:
                 bucket.works.append(all_reduce(group, bucket.flat))
 
     def _gather(self, bucket: Bucket) -> None:
-        """A bucket's gradients in one row."""
+        """Copy the gradients of a bucket into one row."""
         grads = [p.grad for p in bucket.parameters]
         bucket.missing = any(g is None for g in grads)
         with torch.no_grad():
@@ -265,7 +265,8 @@ class Reducer:
         bucket.divided = True
 
     def _beside(self, bucket: Bucket) -> AbstractContextManager[Any]:
-        """Beside the computation: on a GPU, a stream of its own. What goes through the host is copied after it."""
+        """A context for work that runs beside the computation: on a GPU, on a separate stream. What passes through the
+        host is copied after it."""
         assert bucket.flat is not None
         if not bucket.flat.is_cuda or self._through_host(bucket):
             return nullcontext()
@@ -291,7 +292,7 @@ class Reducer:
             _settle(p)
 
     def close(self) -> None:
-        """Give back what groups hold outside this process."""
+        """Release the resources that groups hold outside this process."""
         for group in self._groups.values():
             if isinstance(group, RingGroup):
                 group.close()

@@ -56,7 +56,10 @@ class Replicas:
             for key in sorted(frozen.keys() & theirs.keys()):
                 if frozen[key] != theirs[key]:
                     one, other = (world.rank, rank) if frozen[key] else (rank, world.rank)
-                    raise OctoPipeError(f"parameter {key} is frozen on rank {one} and trained on rank {other}")
+                    raise OctoPipeError(
+                        f"parameter {key} is frozen on rank {one} and trained on rank {other}; freeze it on all ranks "
+                        "or on none"
+                    )
         for axis in {"ep"} & world.axes.keys() | set(sharded):
             if not any(axis in theirs for _, theirs in said):
                 raise OctoPipeError(

@@ -151,7 +151,7 @@ class RingGroup:
         wait_on_host(holds, self._timeout_s, self._lost)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the shared memory."""
         unregister(self)
         self._rings.close()
         self._pieces.clear()
@@ -170,7 +170,7 @@ def summing(
 
 
 class RingSum:
-    """One sum under way."""
+    """A sum that has been started."""
 
     def __init__(self, group: RingGroup, tensor: Tensor):
         self._group, self._tensor = group, tensor

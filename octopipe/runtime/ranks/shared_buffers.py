@@ -71,7 +71,7 @@ class SharedBuffers:
                         self._alone.append(buffer)
 
     def keep_alike(self) -> None:
-        """After a step (collective over the copies)."""
+        """Make the copies of every buffer equal after a step (collective over the copies)."""
         problem = ""
         self._steps += 1
         looks = self._steps <= FIRST or self._steps % EVERY == 0
@@ -147,14 +147,15 @@ class _Buffer:
         return local(self._module._buffers[self._key])  # type: ignore[arg-type]
 
     def note(self) -> None:
-        """What stands there now is what all copies have."""
+        """Record that the present value is the one that all copies have."""
         self._seen = self._module._buffers[self._key]
         self._version = -1 if self._seen is None else self._seen._version
         small = self._seen is not None and self._seen.nbytes <= SMALL_BYTES
         self._copy = self.tensor().clone() if small else None
 
     def changed(self, *, look: bool) -> bool:
-        """Since `note`. `look`: at the values, too, which makes the host wait for a device."""
+        """Whether the buffer has changed since `note`. `look` also compares the values, for which the host waits for
+        the device."""
         now = self._module._buffers[self._key]
         if now is not self._seen or (now is not None and now._version != self._version):
             return True

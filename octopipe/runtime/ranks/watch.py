@@ -18,7 +18,7 @@ from octopipe.base.errors import Terminated
 from octopipe.runtime.ranks.rank_process import RankError, attributed
 
 LOOK_EVERY_S = 1.0
-"""How often processes are looked at that may have been stopped."""
+"""Seconds between two checks for stopped processes."""
 EXIT_S = 10.0
 """How long a process that has closed its pipe may take to end, before its exit code is given up."""
 
@@ -113,7 +113,7 @@ class Watch:
                 raise RankError(rank, f"rank {rank} {self._stopped(rank)} for {self._hang_s:g} s: {CONTINUE}")
 
     def _stopped(self, rank: int) -> str:
-        """ "is stopped (SIGSTOP)" where it is."""
+        """The words "is stopped (SIGSTOP)" if the process is stopped."""
         try:
             with open(f"/proc/{self._processes[rank].pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
@@ -182,7 +182,7 @@ CONTINUE = "resume it with SIGCONT, or end the run and start it again"
 
 
 def gently(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:
-    """On the first Ctrl-C or SIGTERM ask the ranks to end, and wait for what they have to say."""
+    """On the first Ctrl-C or SIGTERM, ask the ranks to end and wait for their last reports."""
 
     asked = [int(signal.SIGINT)]
 

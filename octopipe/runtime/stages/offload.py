@@ -28,7 +28,7 @@ from torch import Tensor
 from octopipe.base.errors import OctoPipeError
 
 SMALL_BYTES = 1 << 14
-"""Tensors below this stay: a copy of its own costs more than their memory is worth."""
+"""Tensors with fewer bytes stay on the device: their memory is not worth a separate copy."""
 PAGE = 1 << 21
 """Pinned buffers are multiples of this, so that those of nearly equal size serve each other."""
 
@@ -65,7 +65,7 @@ class Pinned:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise OctoPipeError(
-                f"the host gives no {nbytes / 2**20:.0f} MiB more of pinned memory for offloaded activations "
+                f"the host cannot provide {nbytes / 2**20:.0f} MiB more of pinned memory for offloaded activations "
                 f"({' '.join(str(error).split())[:120]}); use a plan that offloads less, or none"
             ) from None
         self.read: Any = None
@@ -135,7 +135,7 @@ class HostStore:
         return Parcel(self._small)
 
     def down(self, parcel: Parcel) -> None:
-        """After F: begin to copy to the host."""
+        """Start the copies to the host; called after F."""
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream())
         for memory in parcel.memories.values():
@@ -154,14 +154,14 @@ class HostStore:
             parcel.left = self._down.record_event()
 
     def release(self, parcel: Parcel) -> None:
-        """Let the device's memory go, once the host has it all."""
+        """Release the memory on the device as soon as the copies to the host have ended."""
         if parcel.left is not None:
             torch.cuda.current_stream().wait_event(parcel.left)
         for memory in parcel.memories.values():
             memory.bytes = None
 
     def fetch(self, parcel: Parcel, device: torch.device) -> None:
-        """Begin to copy back into memory taken now."""
+        """Allocate memory on the device and start the copies back."""
         for memory in parcel.memories.values():
             memory.bytes = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
         if self._up is not None:
@@ -178,7 +178,8 @@ class HostStore:
             parcel.returned = self._up.record_event()
 
     def ready(self, parcel: Parcel) -> None:
-        """Before the backward: everything is on the device; the host's buffers serve others."""
+        """Wait until everything is on the device, and release the buffers in host memory; called before the
+        backward."""
         if parcel.returned is not None:
             torch.cuda.current_stream().wait_event(parcel.returned)
         for memory in parcel.memories.values():
@@ -190,7 +191,8 @@ class HostStore:
         parcel.memories.clear()
 
     def give_up(self) -> None:
-        """A step broke off: wait for what is under way; its parcels are dropped by whoever holds them."""
+        """After an interrupted step: wait for copies that have been started. The parcels are dropped by their
+        owners."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.synchronize()

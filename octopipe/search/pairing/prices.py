@@ -13,6 +13,7 @@ import numpy as np
 from octopipe.base.compile import njit
 from octopipe.costs.segments import COMPUTE, EXCHANGE
 from octopipe.costs.table import CostTable
+from octopipe.plans.two_lanes import side_by_side
 
 ALONE_F, ALONE_I, ALONE_W, ACTIVATION, STASH, STATIC, NUM_ROWS = range(7)
 """Rows of `Layers.own` and of a structure's `own`: per layer, and summed per stage."""
@@ -159,14 +160,7 @@ def _walk(lane_a, a, n, lane_b, b, m, slows_compute, slows_exchange, took, bare)
                 if i > 0 and j > 0 and lane_i != lane_j:
                     compute = a[i - 1] if lane_i == 0 else b[j - 1]
                     exchange = b[j - 1] if lane_i == 0 else a[i - 1]
-                    computing = compute * (1.0 + slows_compute)
-                    exchanging = exchange * (1.0 + slows_exchange)
-                    alone = 0.0
-                    if computing <= exchanging:
-                        alone = exchange - computing / (1.0 + slows_exchange)
-                        both = computing + alone
-                    else:
-                        both = exchanging + compute - exchanging / (1.0 + slows_compute)
+                    both, alone = side_by_side(compute, exchange, slows_compute, slows_exchange)
                     best = took[i - 1, j - 1] + both
                     left = bare[i - 1, j - 1] + alone
                 if i > 0 and took[i - 1, j] + a[i - 1] < best:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Stop = Callable[[], bool]
-"""Whether somebody has asked to end with what there is."""
+"""Whether a stop has been requested; the search then returns its best result so far."""
 FIRST_S_PER_OP = 2e-5
 """Seconds per op of a simulation, before one was timed."""
 ENDING = 0.03
 """Share of the budget that is left for the answer: its parts are priced, files written, the table printed."""
 MOST_ENDING = 0.1
-"""The most of it on a slow machine."""
+"""The largest such share, on a slow machine."""
 AROUND_TUNING = 6.0
 """What surrounds a search for an order (its bound, the last simulations), in simulations, before one was timed."""
 

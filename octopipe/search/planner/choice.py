@@ -12,9 +12,10 @@ from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.splits import Split
 
 MARGIN = 0.02
-"""Splits this close to the fastest are within the model's own error of each other."""
+"""Splits within this share of the fastest cannot be ranked: the difference is smaller than the error of the cost
+model."""
 SPARE = 0.97
-"""A rank filled beyond this share of what it may use is at its limit."""
+"""A rank that uses more than this share of its memory limit counts as full."""
 ORDERS = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "interleaved-overlap": 0.25, "layout": 0.5}
 """How much more there is to get right than under the schedule that every runtime has; any other order: 1."""
 

@@ -27,9 +27,10 @@ TITAN_CONFIGS = {
     "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
     "qwen3-32b": ("qwen3", "qwen3_32b"),
 }
-"""Models that torchtitan has a config of: its module and config, at the version `runtimes.py` names."""
+"""Models that torchtitan has a config for: its module and its config, in the version that `runtimes.py` names."""
 Line = Callable[[Candidate, ModelSpec, str, str | None], str]
-"""(split, model, the model as the user named it, the plan's file) -> a command; raises where there is none."""
+"""A function of the split, the model, the model as the user named it, and the plan's file that returns a command, or
+raises if there is none."""
 
 
 def nodes_of(candidate: Candidate) -> tuple[int, int | None]:
@@ -98,7 +99,7 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
 
 
 def recomputed(candidate: Candidate) -> str:
-    """What layers recompute inside their own backward, in words."""
+    """A description of what layers recompute inside their own backward."""
     setup = candidate.setup
     if setup.recompute == "selective":
         return "selective recomputation"

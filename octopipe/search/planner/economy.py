@@ -26,11 +26,11 @@ class Goodput:
     """The share of useful work of a job that fails from time to time."""
 
     share: float
-    """Of the job's time."""
+    """The useful share of the job's time."""
     interval_s: float
-    """Work between two checkpoints at which it is largest."""
+    """Seconds of work between two checkpoints for which that share is largest."""
     hours_between_failures: float
-    """Of the whole job."""
+    """Mean time between failures of the whole job."""
 
 
 def segment_s(interval_s: float, checkpoint_s: float, restart_s: float, between_s: float) -> float:
@@ -65,7 +65,7 @@ class Economy:
     checkpoint_s: float = 60.0
     restart_s: float = 600.0
     price: float | None = None
-    """Of one GPU for an hour, in any currency."""
+    """The price of one GPU for an hour, in any currency."""
 
     def numbers(self, *, gpus: int, tokens_per_gpu_per_second: float, watts: float | None) -> dict[str, Any]:
         """The goodput, and the cost and energy of a million tokens with failures included."""

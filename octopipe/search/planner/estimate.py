@@ -28,14 +28,14 @@ class Estimate:
     tuned_ms: float
     """The same with layers distributed over ranks as evenly as their sizes allow, which a tuned plan approaches."""
     peak_gib: float
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     limit_gib: float
     bubble: float
     fits: bool
     recompute: str
     """none, selective, partial (some whole layers) or full."""
     recomputed_share: float = 0.0
-    """Of all layers, those run again whole."""
+    """Share of all layers that are recomputed as a whole."""
 
 
 def estimate(
@@ -124,8 +124,8 @@ def paired_ms(costs: CostTable) -> np.ndarray:
 
 
 def sizes_by_speed(costs: CostTable, ranks: Sequence[int]) -> list[int] | None:
-    """Layers per stage, each with as much work as its rank is fast; None where all are equally fast, or where a stage
-    would be empty."""
+    """Layers per stage, with work in proportion to the speed of the stage's rank; None if all ranks are equally fast,
+    or if a stage would be empty."""
     slow = np.array([costs.slowdown(rank) for rank in ranks])
     if slow.min() == slow.max():
         return None

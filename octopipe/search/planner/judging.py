@@ -28,11 +28,13 @@ from octopipe.search.planner.splits import Split, finer
 
 KEPT = 24
 SEEDS = 2
-"""Splits of every length of pipeline, tensor-parallel size and kind of sharding that are judged before the others."""
+"""Number of splits of every pipeline size, tensor-parallel size and kind of sharding that are evaluated before the
+others."""
 CLIMBED = 6
-"""Splits whose neighbours are judged: the best by estimate, and the best by what tuning may come to."""
+"""Number of splits whose neighbours are evaluated: the best by estimate, and the best by the step time that tuning may
+reach."""
 REFINED = 8
-"""Splits that are tried with every number of stages per rank."""
+"""Number of splits that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
 
 

@@ -52,7 +52,7 @@ class Candidate:
     """estimated, tuned (any order), layout (layers per stage alone), or the published system it was simulated under."""
     step_ms: float
     tuned_ms: float
-    """What tuning may come to, by estimate; of a simulated or tuned one its own step time."""
+    """The estimated step time after tuning; for a simulated or tuned candidate, its own step time."""
     tokens_per_gpu_per_second: float
     mfu: float | None
     bubble: float
@@ -84,8 +84,8 @@ class Candidate:
 
 
 def exchange_hidden(costs: CostTable) -> CostTable:
-    """The costs with every layer's exchange behind its own computation: what a schedule of pairs comes near to. Only
-    estimates are made of these."""
+    """The costs with the exchange of every layer hidden behind its own computation, which a schedule of pairs
+    approaches. They are used for estimates only."""
     if costs.segments is None:
         return costs
     share = [costs.segments.share(kind, "exchange") for kind in "FI"]
@@ -113,9 +113,9 @@ class _Work(NamedTuple):
     forward_ms: float
     total_ms: float
     lane_ms: float
-    """The busier of its compute and its exchange; all of it where ops do not run in pairs."""
+    """The time of the busier lane, compute or exchange; the sum of both if ops do not run in pairs."""
     fastest: float
-    """The fastest rank's slowdown."""
+    """The slowdown factor of the fastest rank."""
 
 
 class Pricer:
@@ -333,8 +333,8 @@ class Pricer:
         return checkpointed_per_stage(found.plan, layers)[1]
 
     def _by_speed(self, even: Candidate) -> Candidate:
-        """On ranks of unequal speed: the same schedule with as many layers per stage as its rank is fast, where that is
-        faster and fits."""
+        """For ranks of unequal speed: the same schedule with layers per stage in proportion to the speed of the stage's
+        rank, if that is faster and fits."""
         plan, costs = even.plan, even.costs
         assert plan is not None and costs is not None
         sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
@@ -345,7 +345,7 @@ class Pricer:
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
     def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
-        """The split under a published schedule; None where it does not apply or fit."""
+        """The split under a published schedule; None if the schedule does not apply or does not fit."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         try:
             costs = self.costs(split)

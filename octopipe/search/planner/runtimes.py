@@ -28,40 +28,40 @@ class Runtime:
 
     name: str
     version: str
-    """What the rules below were read from."""
+    """The version of the runtime that the rules were taken from."""
     zero: tuple[int, ...]
     """ZeRO levels without a pipeline."""
     zero_with_pipeline: tuple[int, ...]
     most: Mapping[str, int] = field(default_factory=dict)
-    """Sizes it does not go beyond."""
+    """The largest parallel sizes that it supports."""
     target: Target | None = "octopipe"
     """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
     overlaps: tuple[str, ...] = ()
     """Schedules in which it hides the experts' exchange behind the other direction's computation."""
     trains: tuple[str, ...] = ()
-    """What it trains beside all weights: `lora` (adapters), `frozen` (some layers as they are)."""
+    """What it can train besides all weights: `lora` (adapters), `frozen` (a model with some layers frozen)."""
     offloads: tuple[str, ...] = ()
     """What it can keep in the host's memory, of what is priced here: `optimizer` state, whole layers' `activations`."""
     recomputes_by_ops: bool = False
-    """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
+    """Whether it recomputes exactly what the plan's R ops say; other runtimes checkpoint layers instead."""
     checkpoints: Checkpoints = "some"
     """Which layers it can checkpoint: `some` (any of them), as many in every `stage`, or `all` of them or none."""
 
     @property
     def tuned(self) -> bool:
-        """Is there anything to search beside the split: an order, a placement, or at least a partition?"""
+        """Whether there is anything to search besides the split: an order, a placement, or at least a partition."""
         return self.target is not None
 
     @property
     def any_order(self) -> bool:
-        """Runs any order of ops, so that a zero-bubble schedule or a tuned order means something to it."""
+        """Whether it runs any order of ops, such as a zero-bubble schedule or a tuned order."""
         return self.target in ("octopipe", "torch")
 
     def zero_levels(self, pp: int) -> tuple[int, ...]:
         return self.zero if pp == 1 else self.zero_with_pipeline
 
     def refuses(self, setup: Setup) -> str:
-        """Why it cannot run such a set-up, whatever the split; empty where it can."""
+        """The reason why it cannot run such a set-up under any split; empty if it can."""
         if setup.lora is not None and "lora" not in self.trains:
             return f"{self.title} has no adapters (LoRA)"
         if setup.frozen and "frozen" not in self.trains:
@@ -74,7 +74,7 @@ class Runtime:
 
     @property
     def title(self) -> str:
-        """The name that its users call it by."""
+        """The name by which it is commonly known."""
         names = {"megatron": "Megatron-LM's pretraining script", "torch": "torch", "octopipe": "`octopipe train`"}
         return {**names, "deepspeed": "DeepSpeed"}.get(self.name, self.name)
 

@@ -26,7 +26,7 @@ from octopipe.search.planner.splits import Split, least_state_bytes, splits
 from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
-"""Splits that are simulated at least, and tuned at first, where time allows."""
+"""Number of splits that are simulated at least, and number that are tuned first, if time allows."""
 JUDGING, SIMULATING = 0.3, 0.2
 """Shares of the budget for judging and for the first simulations; tuning gains more than either."""
 BY_BOUND = 0.7
@@ -36,11 +36,11 @@ JUDGING_S = 8.0
 PUBLISHED = 2
 """Of the splits that published runs of the model used, the best by estimate that are simulated before all others."""
 ROUNDS = 3
-"""How often a search that has time left goes on tuning what is best so far."""
+"""Number of times that a search with time left tunes its best splits again."""
 AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
 TUNING_S = 20.0
-"""For every so many seconds of the budget beyond the first, one more split is tuned."""
+"""One more split is tuned for each further period of this many seconds in the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +53,16 @@ class Found:
     splits: int
     judged: int
     cut_short: bool
-    """Time was over before every split that may be among the best was judged."""
+    """Whether time ended before every split that may be among the best was evaluated."""
     seconds: float
     skipped: tuple[str, ...] = ()
     """What was left out for time or size, and what more time may bring, in whole sentences."""
     margin: float = 0.0
     """Splits within this share of the fastest count as equally fast; the simplest of them was chosen."""
     fastest: Candidate | None = None
-    """The fastest where `best` is a simpler one."""
+    """The fastest split, if `best` is a simpler one."""
     interrupted: bool = False
-    """Somebody ended the search; this is the best so far."""
+    """Whether the search was interrupted; this is then its best result so far."""
 
 
 def search(
@@ -113,7 +113,7 @@ def search(
 
 
 class _Run:
-    """One search: what it has found so far."""
+    """The state of one search."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Run:
 
     @property
     def hopeful(self) -> list[Candidate]:
-        """Pipelines by what tuning may come to."""
+        """The splits with a pipeline, sorted by the step time that tuning may reach."""
         return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
 
     def schedule(self, until: float) -> None:
@@ -273,7 +273,7 @@ class _Run:
                 return
 
     def _improve(self, candidate: Candidate, seconds: float) -> None:
-        """One split under published schedules and tuned, within about so many seconds."""
+        """Try published schedules on one split and tune it, within about this many seconds."""
         began = self.budget.used()
         begun = self._known(candidate.split)
         if begun is None and not self._affords(candidate):
@@ -384,7 +384,7 @@ def _today(
     today: Mapping[str, int],
     recompute: str,
 ) -> Candidate:
-    """What the user runs now, under the same model."""
+    """The split that the user runs today, priced with the same cost model."""
     assert base.gpu is not None
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
@@ -414,7 +414,8 @@ def _today(
 
 
 def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
-    """The leanest split and what it lacks; and whether the host's memory would help."""
+    """The error if no split fits: the split that needs least memory, how much it lacks, and whether host memory would
+    help."""
     words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
     small = [split for split in every if split.zero < 2]
     if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
@@ -437,7 +438,7 @@ def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
 
 
 def _unrun(best: Candidate, spec: ModelSpec) -> str:
-    """Why no runtime runs the best split that was simulated."""
+    """The reasons why no runtime can run the best simulated split."""
     lines = command_lines(best, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
     reasons = "; ".join(f"{name}: {line.removeprefix('none: ')}" for name, line in lines.items())
     return f"no runtime runs {best.split.words()}, the best of what was simulated in time; give more time ({reasons})"

@@ -43,7 +43,7 @@ class Split:
     etp: int = 1
     """GPUs that divide one expert's matrices; 1 for a model without experts."""
     hsdp: int = 1
-    """Copies of what ZeRO divides."""
+    """Number of copies of the state that ZeRO shards."""
 
     def setup(self, base: Setup, global_batch: int) -> Setup:
         return replace(
@@ -62,7 +62,7 @@ class Split:
 
     @property
     def coarse(self) -> Split:
-        """The split but for its stages per rank."""
+        """The split without its number of stages per rank."""
         return replace(self, vp=1)
 
     def words(self) -> str:

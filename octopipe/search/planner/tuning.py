@@ -16,11 +16,11 @@ from octopipe.search.planner.runtimes import Runtime, Target
 from octopipe.search.planner.splits import Split
 
 TUNABLE_OPS = 400_000
-"""Above so many ops a search within seconds has only a few moves."""
+"""With more ops than this, a search of a few seconds makes only a few moves."""
 KEPT_KERNELS = 20
-"""Files in the folder of kept code with which a search has little left to compile."""
+"""Number of files in the kernel cache from which on a search has little left to compile."""
 COMPILING_S = 8.0
-"""What compiling a search's kernels may take."""
+"""Seconds that compiling the kernels of a search may take."""
 LEAST_S = 0.5
 """Seconds below which a search is not worth beginning."""
 

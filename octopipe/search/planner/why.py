@@ -44,7 +44,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 """The parts in the order in which they are shown."""
 ROUNDING = 1e-9
 LEAST = 0.005
-"""Parts below this share are not worth a word."""
+"""Parts with a smaller share are not mentioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class Share:
 
     name: str
     ms: float
-    """What shows of it, mean over the ranks."""
+    """Its exposed time, averaged over the ranks."""
     hidden_ms: float = 0.0
-    """What runs behind other parts."""
+    """The time that is hidden behind other parts."""
 
     @property
     def title(self) -> str:
@@ -85,7 +85,7 @@ class Why:
         }
 
     def words(self) -> str:
-        """The parts that matter, largest first, in one sentence."""
+        """The largest parts, in decreasing order, as one sentence."""
         told = []
         for share in sorted(self.shares, key=lambda s: -s.ms):
             part, hidden = share.ms / self.step_ms, share.hidden_ms / self.step_ms

@@ -6,15 +6,12 @@ the backward goes through the chunks in reverse. Bubble (p-1)(F+b)/v, peak m*v c
 Simplified: its sharded data parallelism and the overlap of that with compute are left out.
 """
 
-from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
 from octopipe.search.systems.closed_forms import ClosedForm, bubble_ms, even_layers, on_timeline, peak_of_rank
-from octopipe.search.systems.registry import Setting, require, system
+from octopipe.search.systems.interleaved import with_chunks
+from octopipe.search.systems.registry import Setting, system
 from octopipe.search.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
-from octopipe.simulation.simulator import simulate
-
-MOST_CHUNKS = 8
 
 
 @system(
@@ -27,18 +24,7 @@ MOST_CHUNKS = 8
 )
 def breadth_first(setting: Setting) -> Plan:
     """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
-    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
-    chunks = setting.option("chunks", None)
-    if chunks is not None:
-        if not isinstance(chunks, int) or chunks < 1:
-            raise OctoPipeError(f"breadth-first: chunks is {chunks}; give a whole number of stages per rank")
-        return breadth_first_plan(costs, p, m, chunks)
-    most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, "breadth-first", f"{costs.num_layers} layers give pp {p} no second stage per rank")
-    plans = [breadth_first_plan(costs, p, m, v) for v in range(2, most + 1)]
-    timelines = [simulate(plan, costs) for plan in plans]
-    best = min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))
-    return plans[best]
+    return with_chunks(setting, "breadth-first", breadth_first_plan)
 
 
 def breadth_first_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 def chimera(setting: Setting) -> Plan:
     p, m = setting.num_ranks, setting.num_micro_batches
-    require(p % 2 == 0, "chimera", f"pp {p} is odd; two directions pair up an even number of ranks")
+    require(p % 2 == 0, "chimera", f"pp {p} is odd; its two directions need an even number of ranks")
     orders = [[op for _, op in sorted(slots(rank, p, m))] for rank in range(p)]
     return bidirectional_plan(setting.costs, p, m, orders)
 

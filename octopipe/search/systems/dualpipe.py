@@ -42,7 +42,7 @@ Block = tuple[Op, ...]
 )
 def dualpipe(setting: Setting) -> Plan:
     p, m = setting.num_ranks, setting.num_micro_batches
-    require(p % 2 == 0, "dualpipe", f"pp {p} is odd; two directions pair up an even number of ranks")
+    require(p % 2 == 0, "dualpipe", f"pp {p} is odd; its two directions need an even number of ranks")
     require(m % 2 == 0, "dualpipe", f"{m} micro-batches cannot be shared evenly by two directions")
     require(m >= 2 * p, "dualpipe", f"{m} micro-batches are fewer than 2 pp = {2 * p}")
     blocks = dualpipe_blocks(p, m)

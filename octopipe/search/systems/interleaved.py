@@ -11,6 +11,7 @@ as one pair: each one's exchange behind the other's computation, weight gradient
 costs have no exchange there is nothing to hide, and F runs before B.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
@@ -23,6 +24,20 @@ from octopipe.simulation.simulator import simulate
 MOST_CHUNKS = 8
 
 
+def with_chunks(setting: Setting, name: str, make: Callable[[CostTable, int, int, int], Plan]) -> Plan:
+    """`make(costs, ranks, micro_batches, chunks)` with the number of stages per rank that the option `chunks` gives, or
+    the fastest of 2..8 that fits."""
+    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
+    chunks = setting.option("chunks", None)
+    if chunks is not None:
+        if not isinstance(chunks, int) or chunks < 1:
+            raise OctoPipeError(f"{name}: chunks is {chunks}; give a whole number of stages per rank")
+        return make(costs, p, m, chunks)
+    most = min(MOST_CHUNKS, costs.num_layers // p)
+    require(most >= 2, name, f"{costs.num_layers} layers are too few for two stages on each of {p} ranks")
+    return _best_of([make(costs, p, m, v) for v in range(2, most + 1)], costs)
+
+
 @system(
     name="interleaved",
     title="Interleaved 1F1B",
@@ -33,16 +48,9 @@ MOST_CHUNKS = 8
 )
 def interleaved(setting: Setting) -> Plan:
     """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
-    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
+    p, m = setting.num_ranks, setting.num_micro_batches
     require(m % p == 0, "interleaved", f"{m} micro-batches are not a multiple of pp {p}")
-    chunks = setting.option("chunks", None)
-    if chunks is not None:
-        if not isinstance(chunks, int) or chunks < 1:
-            raise OctoPipeError(f"interleaved: chunks is {chunks}; give a whole number of stages per rank")
-        return interleaved_plan(costs, p, m, chunks)
-    most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, "interleaved", f"{costs.num_layers} layers give pp {p} no second stage per rank")
-    return _best_of([interleaved_plan(costs, p, m, v) for v in range(2, most + 1)], costs)
+    return with_chunks(setting, "interleaved", interleaved_plan)
 
 
 @system(
@@ -60,7 +68,7 @@ def interleaved_overlap(setting: Setting) -> Plan:
     require(m % p == 0, name, f"{m} micro-batches are not a multiple of pp {p}")
     chunks = setting.option("chunks", None)
     most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, name, f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    require(most >= 2, name, f"{costs.num_layers} layers are too few for two stages on each of {p} ranks")
     if chunks is not None:
         if not isinstance(chunks, int) or not 2 <= chunks <= costs.num_layers // p:
             raise OctoPipeError(f"{name}: chunks is {chunks}; give 2 to {costs.num_layers // p} stages per rank")

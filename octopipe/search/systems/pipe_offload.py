@@ -36,7 +36,7 @@ def pipe_offload(setting: Setting) -> Plan:
         "the speed of the link to host memory is not known; give --host-gb-per-s (host_gb_per_s)",
     )
     most = min(MOST_CHUNKS, costs.num_layers // p)
-    require(most >= 2, "pipe-offload", f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    require(most >= 2, "pipe-offload", f"{costs.num_layers} layers are too few for two stages on each of {p} ranks")
     chunks = setting.option("chunks", None)
     if chunks is not None:
         require(

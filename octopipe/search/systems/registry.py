@@ -139,6 +139,17 @@ def get_system(name: str) -> System:
     return known[name]
 
 
+def check_sizes(costs: CostTable, num_ranks: int, num_micro_batches: int) -> None:
+    """Refuse sizes for which there is no plan."""
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
+    if num_ranks > costs.num_layers:
+        raise OctoPipeError(
+            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
+        )
+    refuse_too_large(num_ranks, num_micro_batches)
+
+
 def build_plan(
     name: str,
     costs: CostTable,
@@ -149,13 +160,7 @@ def build_plan(
     **options: Any,
 ) -> Plan:
     """The checked plan of a system. `split_backward` True splits B into I and W where the system does not."""
-    if num_ranks < 1 or num_micro_batches < 1:
-        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
-    if num_ranks > costs.num_layers:
-        raise OctoPipeError(
-            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
-        )
-    refuse_too_large(num_ranks, num_micro_batches)
+    check_sizes(costs, num_ranks, num_micro_batches)
     entry = get_system(name)
     # Published systems know chains: their plans are made for the layers one after another, then connected as they are.
     graph, costs = costs.graph, costs.as_chain()

@@ -24,9 +24,10 @@ from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
 from octopipe.search.offload import offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
-from octopipe.base.limits import checked_seed, refuse_too_large
+from octopipe.base.limits import checked_seed
 from octopipe.plans.plan import Plan
 from octopipe.search.restricted import TARGETS, FixedSchedules, Target
+from octopipe.search.systems.registry import check_sizes
 from octopipe.search.result import Callback, Found, Progress, Step, TuneResult
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
@@ -417,13 +418,7 @@ def _check(
 ) -> None:
     if method not in METHODS:
         raise OctoPipeError(f"unknown method {str(method)[:40]!r}; one of {', '.join(METHODS)}")
-    if num_ranks < 1 or num_micro_batches < 1:
-        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
-    if num_ranks > costs.num_layers:
-        raise OctoPipeError(
-            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
-        )
-    refuse_too_large(num_ranks, num_micro_batches)
+    check_sizes(costs, num_ranks, num_micro_batches)
     if not budget_s > 0:
         raise OctoPipeError(f"budget {budget_s} s; give more than 0 seconds")
     for name, given in (("rank speeds", costs.rank_slowdown), ("memory sizes", costs.rank_memory_bytes)):

@@ -54,25 +54,33 @@ def deals(room, kinds, shape, limit):  # type: ignore[no-untyped-def]
         left = room
         for d in range(kinds.size):
             left -= combo[d] * kinds[d]
-        d = kinds.size - 1
-        if left >= -1e-9:
+        fits = left >= -1e-9
+        if fits:
             count += 1
-        else:
-            while d >= 0 and combo[d] == 0:
-                d -= 1
-            if d < 0:
-                return count
-            combo[d] = 0
-            d -= 1
-        while d >= 0:
-            combo[d] += 1
-            if combo[d] < shape[d]:
-                break
-            combo[d] = 0
-            d -= 1
-        if d < 0:
+        if not _next_mix(combo, shape, fits):
             return count
     return count
+
+
+@njit
+def _next_mix(combo, shape, fits):  # type: ignore[no-untyped-def]
+    """Count `combo` on by one, its last digit first. A mix that does not fit ends its innermost digit: more of that
+    kind would not fit either. False: it was the last mix."""
+    d = combo.size - 1
+    if not fits:
+        while d >= 0 and combo[d] == 0:
+            d -= 1
+        if d < 0:
+            return False
+        combo[d] = 0
+        d -= 1
+    while d >= 0:
+        combo[d] += 1
+        if combo[d] < shape[d]:
+            return True
+        combo[d] = 0
+        d -= 1
+    return False
 
 
 @njit
@@ -106,20 +114,5 @@ def _deal(most, room, kinds, shape, strides, main_ms):  # type: ignore[no-untype
                     if place[d] < shape[d]:
                         break
                     place[d] = 0
-        # The next combination; one that does not fit ends its innermost digit.
-        d = dims - 1
-        if not fits:
-            while d >= 0 and combo[d] == 0:
-                d -= 1
-            if d < 0:
-                return grown
-            combo[d] = 0
-            d -= 1
-        while d >= 0:
-            combo[d] += 1
-            if combo[d] < shape[d]:
-                break
-            combo[d] = 0
-            d -= 1
-        if d < 0:
+        if not _next_mix(combo, shape, fits):
             return grown

@@ -54,7 +54,12 @@ def kept_corpus(
     """The corpus of this identity, made if it is not there yet; other processes of this host wait meanwhile."""
     key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:32]
     base = cache_folder()
-    home = (Path(tempfile.gettempdir()) if base is None else base) / "data"
+    if base is None:
+        raise OctoPipeError(
+            f"tokens of {where} cannot be kept: no cache folder belongs to this user alone; set OCTOPIPE_CACHE_DIR to "
+            "a folder that only you can write"
+        )
+    home = base / "data"
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(home / f"{key}.lock"):

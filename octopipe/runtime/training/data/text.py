@@ -6,6 +6,7 @@ Knows: lines, and what may be wrong with one. Does not know: which fields are re
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import os
 import zlib
@@ -69,17 +70,28 @@ def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
     decode = msgspec.json.Decoder().decode
     try:
         if not Path(path).is_file():
-            raise OctoPipeError(f"{where}: no such file; check --data")
+            found = "not a regular file" if os.path.exists(path) else "no such file"
+            raise OctoPipeError(f"{where}: {found}; check --data")
         with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # editors on Windows write one
                 if not line.strip():
                     continue
                 try:
                     yield number, decode(line)
-                except UnicodeError:
-                    raise OctoPipeError(f"{where} line {number}: not UTF-8; save the file as UTF-8") from None
-                except (msgspec.MsgspecError, RecursionError) as error:
-                    why = " ".join(str(error).split())[:120]
-                    raise OctoPipeError(f"{where} line {number}: not valid JSON ({why})") from None
+                except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+                    raise OctoPipeError(f"{where} line {number}: {_fault(line, error)}") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise OctoPipeError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _fault(line: bytes, error: Exception) -> str:
+    """What is wrong with a line that is no JSON value, with the mend."""
+    try:
+        line.decode()
+    except UnicodeError:
+        return "not UTF-8; save the file as UTF-8"
+    if b"\0" in line:
+        return "zero bytes in it, as in UTF-16; save the file as UTF-8"
+    return f"not valid JSON ({' '.join(str(error).split())[:120]}); write one JSON object per line"

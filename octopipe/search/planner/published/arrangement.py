@@ -19,24 +19,14 @@ from octopipe.costs.analytic.flops import model_flops
 from octopipe.costs.analytic.layer_pricing import HIDDEN_COST
 from octopipe.costs.cluster.hardware import INTER_LATENCY_MS, INTRA_LATENCY_MS, Link, Network, gpu
 from octopipe.costs.cluster.setup import Setup
-from octopipe.costs.table import CostTable
+from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.published.meshes import Devices, Floats, LayerPrices, Mesh, MeshPricer
 from octopipe.search.systems.layer_ranges import one_f_one_b_plan
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
 
-COLUMNS = (
-    "forward_ms",
-    "input_ms",
-    "weight_ms",
-    "activation_bytes",
-    "stash_bytes",
-    "static_bytes",
-    "boundary_bytes",
-    "workspace_bytes",
-    "optimizer_ms",
-)
+COLUMNS = tuple(name for name in PER_LAYER if name != "gradient_bytes")
 """Of the cost table; gradients are reduced inside a stage's mesh, whose time is with the optimizer's."""
 
 
@@ -64,7 +54,7 @@ class StageChoice:
     start: int
     """Number of its first GPU."""
     again: int = 0
-    """Of its layers, so many from its first on keep only their input."""
+    """Number of its first layers that keep only their input."""
     offload: Offload = Offload()
 
     @property
@@ -104,12 +94,12 @@ class Arrangement:
     system: str
     stages: tuple[StageChoice, ...]
     samples: int
-    """Of one micro-batch, over all replicas of a stage."""
+    """Samples of one micro-batch over all replicas of a stage."""
     micro_batches: int
     objective_ms: float
     devices: Devices
     in_flight: tuple[int, ...] = ()
-    """Micro-batches a stage holds at most; empty: as in 1F1B."""
+    """The largest number of micro-batches that each stage holds; empty if it is that of 1F1B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +252,7 @@ class HostTraffic:
     """What offloading moves, per direction of the host's link."""
 
     each_ms: float
-    """Per micro-batch."""
+    """Milliseconds per micro-batch."""
     once_ms: float
     """Per step, beside the first micro-batch."""
     static_bytes: Floats
@@ -291,7 +281,7 @@ def overlapped(compute_ms: float, moved_ms: float) -> float:
 
 
 def hop_ms(pricer: MeshPricer, devices: Devices, a: StageChoice, b: StageChoice) -> float:
-    """Activation from a to b and gradient back."""
+    """The time of an activation from a to b and of its gradient back."""
     nbytes = max(float(pricer.price(x.mesh).boundary_bytes[a.stop - 1]) for x in (a, b))
     return 2 * link_between(devices, a, b).transfer_ms(nbytes)
 

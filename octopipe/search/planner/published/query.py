@@ -19,7 +19,7 @@ FIXABLE = ("tp", "zero")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """One question."""
+    """A cluster to be planned: model, GPUs and batch."""
 
     devices: Devices
     global_batch: int
@@ -43,7 +43,8 @@ class Query:
 
     @property
     def assumed(self) -> str:
-        """The GPU that systems made for equal ones take all of them for: the slowest, they wait for it anyway."""
+        """The GPU that systems designed for equal GPUs assume everywhere: the slowest one, which the others wait
+        for."""
         return min(self.devices.types, key=lambda name: gpu(name).bf16_tflops * gpu(name).clock)
 
     def tensor_sizes(self, pricer: MeshPricer, gpus: int) -> list[int]:

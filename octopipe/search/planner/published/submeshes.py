@@ -75,11 +75,11 @@ def run_costs(prices: LayerPrices, edges: Sequence[int], hop_ms_per_byte: float,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What a programme chooses from."""
+    """The choices of the dynamic program."""
 
     devices: Devices
     unit: int
-    """GPUs that are handed out together."""
+    """Number of GPUs that are assigned together."""
     edges: tuple[int, ...]
     micro_batches: int
     meshes: Callable[[int, int], Iterable[Mesh]]

@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from octopipe.costs.table import CostTable
+from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.plans.plan import Plan
 from octopipe.search.algorithm1 import IterativeSearch
 from octopipe.search.algorithm1.candidate import Candidate
@@ -285,19 +285,7 @@ def stretched(costs: CostTable) -> CostTable:
     """The model with its inner layers repeated until there are 224 of them."""
     inner = costs.num_layers - 2
     at = np.array([0, *(1 + k % inner for k in range(LAYERS)), costs.num_layers - 1])
-    names = (
-        "forward_ms",
-        "input_ms",
-        "weight_ms",
-        "activation_bytes",
-        "stash_bytes",
-        "static_bytes",
-        "gradient_bytes",
-        "boundary_bytes",
-        "workspace_bytes",
-        "optimizer_ms",
-    )
-    arrays = {name: getattr(costs, name)[at] for name in names}
+    arrays = {name: getattr(costs, name)[at] for name in PER_LAYER}
     symbols = "".join(costs.symbols[i] for i in at)
     return costs.replace(
         model=f"{costs.model}, {LAYERS} layers", symbols=symbols, setup=None, model_flops=None, **arrays
