@@ -215,7 +215,7 @@ class TrainJob:
         if predicts and plan.num_layers == self.spec.num_layers + predicts:
             return (
                 f"{words}the plan counts its multi-token prediction as a config says it; plan the layers that run: "
-                "octopipe profile --mtp, then tune the profile and train with --mtp"
+                "octopipe tune --mtp, or octopipe profile --mtp, then tune the profile; and train with --mtp"
             )
         if predicts and plan.num_layers == self.spec.num_layers + 2 * predicts:
             return f"{words}the plan was made with its multi-token prediction; add --mtp"
