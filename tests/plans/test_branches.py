@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record, record_of
 from octopipe.plans.branches import along_graph
 from octopipe.plans.plan import Op, Plan, Stage
-from octopipe.plans.price import static_bytes
+from octopipe.plans.price import stage_memory, static_bytes
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.bounds.bounds import lower_bound
@@ -65,6 +66,14 @@ def test_stages_that_recompute_are_divided_with_their_recomputation() -> None:
     plan = along_graph(Plan(num_layers=9, num_ranks=2, num_micro_batches=1, stages=stages, orders=orders), graph())
     assert [stage.recompute for stage in plan.stages] == [False, False, (5,), False, (7,)]
     assert [str(op) for op in plan.orders[1]] == ["2F0", "3F0", "4F0", "2R0", "4R0", "4B0", "3B0", "2B0"]
+
+
+def test_a_recomputed_prediction_layer_keeps_what_it_takes_from_both_sides() -> None:
+    plan = along_graph(one_stage_each((0, 1)), graph())
+    found = costs().replace(activation_bytes=np.full(9, 9e6))
+    stages = (*plan.stages[:4], Stage(first=LAYER, stop=9, rank=1, recompute=True))
+    kept = stage_memory(replace(plan, stages=stages), found).kept[4, 0]
+    assert kept == 2e6  # the embedding's output and the last block's
 
 
 @pytest.mark.parametrize("system", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dapple", "mario"])
