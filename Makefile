@@ -24,7 +24,7 @@ test-all: $(VENV)/.test
 # What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
 test-torch: $(VENV)/.test
 	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow" tests/adapters/test_torch_private.py tests/adapters/test_torch_engine.py \
-		tests/adapters/test_torchtitan.py tests/runtime/test_runtime_private.py tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_stage_values.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
+		tests/adapters/test_torchtitan.py tests/runtime/test_runtime_private.py tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_stage_values.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py tests/runtime/test_mesh_experts.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts examples
@@ -33,7 +33,9 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+# Every worker, and the server that it forks ranks from, would compile all modules of a fresh clone at the same time.
 unit: $(VENV)/.test
+	@$(BIN)/python -m compileall -q octopipe
 	$(BIN)/pytest -n 3 --dist worksteal
 
 # Which lines the quick tests run; the report is in out/coverage.

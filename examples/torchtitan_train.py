@@ -1,10 +1,10 @@
 """torchtitan's llama3 under any plan: `torchrun --nproc-per-node 2 examples/torchtitan_train.py`, on CPUs.
 
-The model and its cut by module names are torchtitan's own (written for 0.3.0); the hook that its model spec has for
-pipelines runs our plan. torchtitan's trainer itself needs an accelerator (it takes "cuda" where it finds none), so
-this script calls the hook as the trainer does, without FSDP, compilation and its data loader, and with an attention
-that trains on a CPU (its own, FlexAttention, has no backward there). With GPUs set the same hook in the config function
-that you train with, and leave the loop to torchtitan:
+Needs `pip install torchtitan` (written for 0.3.0). The model and its cut by module names are torchtitan's own; the hook
+that its model spec has for pipelines runs our plan. torchtitan's trainer itself needs an accelerator (it takes "cuda"
+where it finds none), so this script calls the hook as the trainer does, without FSDP, compilation and its data loader,
+and with an attention that trains on a CPU (its own, FlexAttention, has no backward there). With GPUs set the same hook
+in the config function that you train with, and leave the loop to torchtitan:
 
     config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=octopipe.torchtitan.pipelining_fn(plan))
 """

@@ -204,6 +204,10 @@ def _show_log(debug: bool) -> None:
         ours.addHandler(Lines())
 
 
+SENT_AGAIN_S = 0.05
+"""How long a signal waits that fell where its exception is dropped."""
+
+
 class _Signals:
     """SIGTERM and Ctrl-C raise in the main thread, so that files are closed, ranks stopped and best plans kept."""
 
@@ -212,12 +216,25 @@ class _Signals:
         """Of the last signal that came, or 0."""
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
+        self._hook: Any = None
         if threading.current_thread() is not threading.main_thread():
             return
         # A handler of somebody else's stays, and so does a signal that whoever started us wants ignored.
         for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
             if signal.getsignal(number) == usual:
                 self._before[number] = signal.signal(number, self._stop)
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
+
+    def _unraisable(self, what: Any) -> None:
+        """Python drops what is raised in the callback of a weak reference, and every import runs such callbacks: a
+        Ctrl-C that fell into one would be forgotten. The signal is sent again, to arrive outside of the callback."""
+        if not (self.number and isinstance(what.exc_value, KeyboardInterrupt)):
+            self._hook(what)
+            return
+        again = threading.Timer(SENT_AGAIN_S, os.kill, (os.getpid(), self.number))
+        again.daemon = True
+        again.start()
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a forked worker: it ends as if nothing had been set
@@ -230,6 +247,8 @@ class _Signals:
     def restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._hook is not None:
+            sys.unraisablehook = self._hook
 
 
 def _help() -> str:

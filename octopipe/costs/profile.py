@@ -101,6 +101,8 @@ class Profile:
             out["routing"] = c.routing.record()
         if c.shard_times:
             out["shards"] = [one.record() for one in c.shard_times]
+        if c.graph is not None:
+            out["graph"] = c.graph.record()
         if c.tied_bytes:
             out["tied_gib"] = c.tied_bytes / GIB
         out["links"] = [

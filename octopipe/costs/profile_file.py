@@ -11,10 +11,12 @@ with additional measured links, rank speeds and times with fewer busy ranks. Doe
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
      "shards": [{"layer": 1, "fixed": [0.02, 0.01, 0.0], "share": [1.0, 1.0, 1.0]}],
      "routing": {"ranks": 1, "micro_batches": 1, "counted": [{"layers": [1], "tokens": [300, 212]}]},
+     "graph": {"takes": {"7": [0, 5]}, "shared": [{"layers": [6, 8], "gib": 0.9}]},
      "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
 `shards` states what one of n parts of a layer cut by vocabulary takes (`shard_times.py`). `routing` states how many
 tokens every expert of a layer received, and over how many ranks the experts were distributed (`routing.py`).
+`graph` states which layers' outputs a layer takes, and which layers share weights (`layer_graph.py`).
 `repeatable` states for each layer whether a second forward gave the same result as the first.
 
 Times are those of a rank while all ranks are busy. Every key from `partial` on is optional. `mode` states how the
@@ -37,6 +39,7 @@ from octopipe.base.files import brief, check_format, kind_of, read_json_object, 
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
 from octopipe.costs.foreign_times import load_foreign_profile
+from octopipe.costs.layer_graph import layer_graph_from_object
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
 from octopipe.costs.mode import mode_from_object
 from octopipe.costs.profile import FORMAT, Profile
@@ -67,6 +70,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if file.get("tied_gib"):
         costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
     costs = costs.replace(shard_times=shard_times_from_object(file.get("shards"), costs.num_layers, where))
+    costs = costs.replace(graph=layer_graph_from_object(file.get("graph"), costs.num_layers, where))
     costs = costs.replace(routing=routing_from_object(file.get("routing"), costs.num_layers, where))
     pairs = _links(file.get("links"), where)
     if pairs:

@@ -25,6 +25,7 @@ from octopipe.base.files import brief
 from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.mode import Mode
 from octopipe.costs.routing import Routing, cannot_change, rerouted
 from octopipe.costs.segments import Segments
@@ -112,6 +113,8 @@ class CostTable:
     """Measured: what a shard of a layer that is cut takes; a layer that is not here divides evenly."""
     routing: Routing | None = None
     """Measured: how many tokens the experts received; None where no layer routes, and where nobody counted."""
+    graph: LayerGraph | None = None
+    """Which layers' outputs every layer takes; None: that of the layer before it."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -133,6 +136,8 @@ class CostTable:
                 )
             values.setflags(write=False)
             object.__setattr__(self, name, values)
+        if self.graph is not None and self.graph.num_layers != layers:
+            raise OctoPipeError(f"{self.model}: connections of {self.graph.num_layers} layers for {layers} layers")
         if self.segments is not None and self.segments.num_layers != layers:
             raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
@@ -262,6 +267,33 @@ class CostTable:
             times = times * self.micro_batch_factor[micro_batch, first:stop]
         return float(times.sum())
 
+    def only(self, layers: Sequence[int]) -> CostTable:
+        """The costs of a chain of these layers alone."""
+        at = np.asarray(layers, dtype=np.int64)
+        factor = self.micro_batch_factor
+        return self.replace(
+            symbols="".join(self.symbols[k] for k in layers),
+            micro_batch_factor=None if factor is None else factor[:, at],
+            repeatable=tuple(self.repeatable[k] for k in layers) if self.repeatable else (),
+            **{name: getattr(self, name)[at] for name in PER_LAYER},
+            tied_bytes=0.0,
+            segments=None,
+            shard_times=(),
+            routing=None,
+            graph=None,
+        )
+
+    def as_chain(self) -> CostTable:
+        """The layers one after another, for searches over chains: a layer that ends a path hands on as much as the
+        next layer takes."""
+        if self.graph is None:
+            return self
+        boundary = self.boundary_bytes.copy()
+        for layer, taken in enumerate(self.graph.takes):
+            if layer and layer - 1 not in taken:
+                boundary[layer - 1] = sum(self.boundary_bytes[k] for k in taken)
+        return self.replace(boundary_bytes=boundary, segments=None, graph=None)
+
     def not_repeatable(self) -> tuple[int, ...]:
         """Layers that must not be recomputed: a second forward of theirs did something else."""
         return tuple(k for k, known in enumerate(self.repeatable) if not known)
@@ -316,7 +348,7 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum", "shard_times")
+            optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum", "shard_times", "graph")
             if f.name in ("setup", "model_flops", "mode", "host_link", "routing") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())

@@ -59,6 +59,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if isinstance(value, tuple) and any(isinstance(item, tuple) for item in value):
+        return False
     if field.default is not dataclasses.MISSING:
         return bool(np.all(value is field.default or value == field.default)) if np.ndim(value) == 0 else False
     if isinstance(value, np.ndarray):

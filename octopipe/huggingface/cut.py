@@ -29,6 +29,7 @@ from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
 from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
+from octopipe.huggingface.prediction_cut import MainWeights, PredictionCut
 from octopipe.huggingface.predictions import WithPredictions, with_predictions
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.section_cut import SectionCut, describe_layer
@@ -36,6 +37,7 @@ from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
 from octopipe.huggingface.source import build_on_meta, inner_model, read_config, without_memory
 from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
+from octopipe.runtime.path_losses import PathLosses
 
 Factory = Callable[[], nn.Module]
 
@@ -104,39 +106,67 @@ def _predicting(model: nn.Module, weight: float, folder: Path | None) -> nn.Modu
 
 def _cut(
     model: nn.Module, weights: Weights | None, device: torch.device | None, example: Mapping[str, Any] | None
-) -> _Cut | SectionCut:
+) -> _Cut | SectionCut | PredictionCut:
     """One stack of layers is cut as such if it can be; everything else in sections."""
+    if isinstance(model, WithPredictions):
+        return _cut_with_predictions(model, weights, device)
     refuse_random_depth(model)
     if example is None and not takes_more_than_tokens(model):
-        if not isinstance(model, WithPredictions):
-            try:
-                return _Cut(model, trace(model), weights, device)
-            except OctoPipeError:
-                pass  # several stacks, or layers that share more than a hidden state
+        try:
+            return _Cut(model, trace(model), weights, device)
+        except OctoPipeError:
+            pass  # several stacks, or layers that share more than a hidden state
         tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
         return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
     example = example_of(model) if example is None else example
     return SectionCut(model, trace_sections(model, example), weights, device, example)
 
 
+def _cut_with_predictions(
+    model: WithPredictions, weights: Weights | None, device: torch.device | None
+) -> PredictionCut:
+    refuse_random_depth(model.main)
+    if takes_more_than_tokens(model.main):
+        raise OctoPipeError(
+            f"{type(model.main).__name__} has a tower or an encoder, beside which predictions are not trained; leave "
+            "--mtp out"
+        )
+    filled: Any = None if weights is None else MainWeights(weights)
+    return PredictionCut(model, _Cut(model.main, trace(model.main), filled, device), weights, device)
+
+
 class LayerList(list[Factory | nn.Module]):
     """What `Pipeline` takes, with the model's own loss and names beside."""
 
-    def __init__(self, cut: _Cut | SectionCut):
+    def __init__(self, cut: _Cut | SectionCut | PredictionCut):
         super().__init__(cut.pieces())
         self._cut = cut
         self.config: Any = cut.model.config
         self.class_name = type(cut.model.main if isinstance(cut.model, WithPredictions) else cut.model).__name__
 
     @cached_property
-    def loss_fn(self) -> CausalLoss:
-        """The model's own loss of the last layer's output; see `CausalLoss` for targets."""
+    def loss_fn(self) -> CausalLoss | PathLosses:
+        """The model's own loss of the last layer's output, see `CausalLoss` for targets; of a model with predictions
+        the losses of all layers that end a path."""
         return self._cut.loss()
 
     @cached_property
-    def shifted_loss(self) -> ShiftedLoss:
+    def shifted_loss(self) -> ShiftedLoss | PathLosses:
         """The same against the next tokens themselves."""
+        if isinstance(self._cut, PredictionCut):
+            return self._cut.loss(shifted=True)
+        assert isinstance(self.loss_fn, CausalLoss)
         return ShiftedLoss(self._cut.model, self.loss_fn.function)
+
+    @property
+    def takes(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+        return self._cut.takes if isinstance(self._cut, PredictionCut) else ()
+
+    @property
+    def shared(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Of layers that are connected so: which of them share parameters, and how many."""
+        return self._cut.shared if isinstance(self._cut, PredictionCut) else ()
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -201,10 +231,10 @@ class _Cut:
     def pieces(self) -> list[Factory | nn.Module]:
         count = self.anatomy.num_layers + 2
         if self.weights is None:
-            return [self._make(k) for k in range(count)]
+            return [self.make(k) for k in range(count)]
         return [_Factory(self, k) for k in range(count)]
 
-    def _make(self, k: int) -> nn.Module:
+    def make(self, k: int) -> nn.Module:
         last = self.anatomy.num_layers + 1
         piece = self._end(k, head=k == last) if k in (0, last) else self._block(k)
         piece.tied_to = self._ties(k, piece)  # type: ignore[assignment]
@@ -308,7 +338,7 @@ class _Factory:
         self._cut, self._number = cut, number
 
     def __call__(self) -> nn.Module:
-        return self._cut._make(self._number)
+        return self._cut.make(self._number)
 
 
 __all__ = ["LayerList", "layers"]

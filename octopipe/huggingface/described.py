@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object
+from octopipe.costs.layer_graph import LayerGraph
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.inputs import InputForm, form_of, with_items
 from octopipe.huggingface.predictions import prediction_layers
@@ -56,12 +57,27 @@ class HfModel:
     """What a micro-batch consists of, where that is more than tokens."""
     predictions: float | None = None
     """Weight of the loss of its multi-token-prediction layers, where they are trained."""
+    takes: tuple[tuple[int, ...], ...] = ()
+    """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+    shared: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Of such layers: which of them share parameters, and how many."""
     untrained_predictions: int = 0
     """Multi-token-prediction layers of the config that the transformers class leaves out."""
 
     @property
     def num_layers(self) -> int:
         return len(self.kinds)
+
+    def graph(self, static_bytes: Sequence[float] = ()) -> LayerGraph | None:
+        """The connections of its layers, where they are no chain; with what the layers hold, of which the shared
+        parameters are a part."""
+        if not self.takes:
+            return None
+        shared = []
+        for layers_, count in self.shared if len(static_bytes) else ():
+            size = min(static_bytes[k] * count / max(self.layer_parameters[k], 1) for k in layers_)
+            shared.append((layers_, float(size)))
+        return LayerGraph(takes=self.takes, shared=tuple(shared))
 
     def layers(self, *, dtype: torch.dtype, device: torch.device | str, seed: int) -> LayerList:
         return layers(
@@ -125,6 +141,8 @@ def describe(
         layer_parameters=parts.layer_parameters,
         inputs=_inputs(parts, name, images, encoder_seq, seq),
         predictions=predictions,
+        takes=parts.takes,
+        shared=parts.shared,
         untrained_predictions=prediction_layers(parts.config) if predictions is None else 0,
     )
 
@@ -176,17 +194,20 @@ def _hidden(config: Any) -> int:
 
 def _pattern(source: Any, parts: LayerList) -> str:
     """The planner's symbols where it reads this config layer by layer, else a letter per kind of layer."""
+    behind = "PL" * parts.stacks.count("predictions.layers")
+    count = len(parts) - len(behind)
+    groups = parts.groups[:count]
     try:
         spec = from_config(source, known_families=True)
         known = spec.without_mtp().pattern if any(layer.symbol == "P" for layer in spec) else spec.pattern
-        if len(known) >= len(parts) and len(parts) > 2:
-            known = known[: len(parts) - 1] + known[-1]
-        pairs = set(zip(parts.groups, known))
-        if len(known) == len(parts) and len(pairs) == len({g for g, _ in pairs}):
-            return known
+        if len(known) >= count and count > 2:
+            known = known[: count - 1] + known[-1]
+        pairs = set(zip(groups, known))
+        if len(known) == count and len(pairs) == len({g for g, _ in pairs}):
+            return known + behind
     except OctoPipeError:  # a family that is run, but not planned
         pass
     letters = [c for c in "T" + string.ascii_uppercase + string.ascii_lowercase if c not in "ELP"]
     letters = list(dict.fromkeys(letters))
-    middle = [letters[(g - 1) % len(letters)] for g in parts.groups[1:-1]]
-    return "".join(("E", *middle, "L"))
+    middle = [letters[(g - 1) % len(letters)] for g in groups[1:-1]]
+    return "".join(("E", *middle, "L", behind))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.cut import LayerList
+from octopipe.huggingface.prediction_cut import PredictionCut
 from octopipe.huggingface.section_cut import SectionCut
 
 _HALF = 11
@@ -26,6 +27,8 @@ _STATE = re.compile("Mamba|SSM|Recurrent|Rwkv|DeltaNet|LinearAttention|Lightning
 def cannot_keep_apart(parts: LayerList) -> str:
     """Why documents of one sample would see each other, in words; "" where they do not."""
     cut = parts._cut
+    if isinstance(cut, PredictionCut):
+        return "its prediction layers take no positions (--mtp)"
     if isinstance(cut, SectionCut):
         return "its layers take more than a mask and positions (a model that is cut in sections)"
     blocks = list(cut.model.get_submodule(cut.anatomy.path).children())

@@ -9,7 +9,7 @@ A batch is a tensor of tokens or a dict with `input_ids` and any of `attention_m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -198,6 +198,30 @@ class _Silence:
         return None
 
 
+def behind_layers(
+    anatomy: Anatomy,
+    answers: LayerAnswers,
+    hidden: Tensor,
+    beside: Mapping[str, Tensor],
+    run: Callable[[dict[str, Tensor]], Any],
+) -> Any:
+    """What `run(inputs)`, a call of a shell's own code, returns if the last layer returns `hidden`."""
+    d = anatomy.batch_dim
+    ids = torch.zeros(hidden.shape[d : d + 2], dtype=torch.long, device=hidden.device)
+    inputs = {"input_ids": ids, **{n: beside[n] for n in ("input_ids", *SIDE) if n in beside}}
+
+    def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if k == anatomy.num_layers - 1:
+            out = hidden
+        else:
+            leaves, _ = leaves_of(args, kwargs)
+            out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+        return as_layer_returns(out, anatomy.returns)
+
+    with answers.given_by(visit), Unpacked(inputs):
+        return run(inputs)
+
+
 class Head(nn.Module):
     """Everything behind the last layer: the model's own norm, projection and what it does to the logits."""
 
@@ -212,27 +236,18 @@ class Head(nn.Module):
 
     def forward(self, value: Any) -> Any:
         hidden, beside = (value, {}) if isinstance(value, Tensor) else (value["hidden"], value)
-        anatomy, d = self._anatomy, self._anatomy.batch_dim
         if self._on != hidden.device:
             self._stand_ins_on(hidden.device)
-        ids = torch.zeros(hidden.shape[d : d + 2], dtype=torch.long, device=hidden.device)
-        inputs = {"input_ids": ids, **{n: beside[n] for n in ("input_ids", *SIDE) if n in beside}}
 
-        def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if k == anatomy.num_layers - 1:
-                out = hidden
-            else:
-                leaves, _ = leaves_of(args, kwargs)
-                out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-            return as_layer_returns(out, anatomy.returns)
-
-        with self._answers.given_by(visit), Unpacked(inputs):
+        def run(inputs: dict[str, Tensor]) -> Any:
             if self._routers is None:
                 return self.model(**inputs, use_cache=False).logits
             said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
             with self._routers.saying(self.model, said):
                 out = self.model(**inputs, use_cache=False)
             return out.logits, out.aux_loss
+
+        return behind_layers(self._anatomy, self._answers, hidden, beside, run)
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
         """A part of the vocabulary, with a copy of everything before the projection (`runtime/stages/shards.py`)."""

@@ -1,8 +1,8 @@
 """Multi-token prediction: a causal language model of transformers together with its prediction layers, for training.
 
-Knows: how the main model's last hidden state passes through the prediction layers, one after the other, and which
-tokens each of them predicts. Does not know: how models are split (`sections.py` finds the prediction layers as a stack
-of their own), or how weights are drawn.
+Knows: how prediction layers are made, how the main model's last hidden state passes through them, one after the other,
+and which tokens each of them predicts. Does not know: how the main model is split (`cut.py`), or which piece holds
+which parameters (`prediction_cut.py`).
 
 The layers are transformers' own (`MtpLayer`), which builds them for generation alone. Layer k, counted from 1, takes
 the hidden state of position i and the embedding of token i + k, and predicts token i + k + 1 with the main model's
@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.labels import IGNORED
-from octopipe.huggingface.shell import initialise
+from octopipe.huggingface.anatomy import Anatomy
+from octopipe.huggingface.labels import IGNORED, CausalLoss
+from octopipe.huggingface.pieces import Embed, behind_layers, inputs_of
+from octopipe.huggingface.shell import LayerAnswers, Unpacked, initialise, zeros_like_all_of
 
 PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Config keys under which families give the number of their multi-token-prediction layers."""
 USUAL_WEIGHT = 0.3
 """Of the predictions' mean loss, as for most of DeepSeek-V3's training."""
+AHEAD = "ahead"
+"""In what the embedding hands on: the embeddings of the tokens, where the first layer takes something else."""
 
 
 def prediction_layers(config: Any) -> int:
@@ -35,19 +39,23 @@ def prediction_layers(config: Any) -> int:
 
 
 class WithPredictions(nn.Module):
-    """The main model and its prediction layers in one forward; logits are [batch, 1 + predictions, tokens, words]."""
+    """The main model and its prediction layers, with the weight of their mean loss."""
 
     base_model_prefix = "main"
 
     def __init__(self, main: nn.Module, predictions: nn.Module, weight: float):
         super().__init__()
-        self.main, self.predictions = main, predictions
+        self.main, self.predictions, self.weight = main, predictions, weight
         self.config: Any = main.config
-        self.prediction_loss = PredictionLoss(weight)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.main.dtype  # type: ignore[return-value]
+
+    @property
+    def depth(self) -> int:
+        """Tokens that are predicted beside the next one."""
+        return len(self.predictions.layers)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.main.get_output_embeddings()  # type: ignore[operator, no-any-return]
@@ -58,52 +66,108 @@ class WithPredictions(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         self.main._init_weights(module)  # type: ignore[operator]
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
-        from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        main, more = self.main, self.predictions
-        body: Any = main.get_decoder()  # type: ignore[operator]
-        hidden = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        found = [hidden]
-        for k in range(len(more.layers)):  # type: ignore[arg-type]
-            ahead = nn.functional.pad(input_ids, (0, k + 1))[:, k + 1 :]
-            hidden = more.forward_layer(k, hidden, positions + k + 1, None, input_ids=ahead)  # type: ignore[operator]
-            found.append(hidden)
-        logits = [more._project_to_logits(states) for states in found]  # type: ignore[operator]
-        return CausalLMOutputWithPast(logits=torch.stack(logits, 1))
+class EmbedAhead(Embed):
+    """The embedding of a model whose first layer takes something else than the embeddings of the tokens."""
+
+    def forward(self, batch: Any) -> Any:
+        out = super().forward(batch)
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        ahead = nn.functional.embedding(inputs_of(batch)["input_ids"], table.weight)
+        return {**({"hidden": out} if isinstance(out, Tensor) else out), AHEAD: ahead}
+
+
+class PredictionLayer(nn.Module):
+    """One prediction layer; the first one runs the main model's last norm as well."""
+
+    def __init__(
+        self,
+        shell: nn.Module,
+        answers: LayerAnswers,
+        anatomy: Anatomy,
+        number: int,
+        missing: list[tuple[str, Tensor]],
+    ):
+        """`missing`: parameters of other pieces, of which this one needs shapes alone."""
+        super().__init__()
+        self.model = shell
+        self._answers, self._anatomy, self._number, self._missing = answers, anatomy, number, missing
+        self._on: torch.device | None = None
+
+    def forward(self, embedded: Any, below: Any) -> Tensor:
+        """`embedded`: what the embedding handed on; `below`: what the last layer, or the prediction before, returns."""
+        hidden, beside = (below, {}) if isinstance(below, Tensor) else (below["hidden"], below)
+        if "position_ids" in beside:
+            raise OctoPipeError(
+                "prediction layers do not know packed documents (position_ids); train one document per sequence, or "
+                "leave --mtp out"
+            )
+        if self._on != hidden.device:
+            self._stand_ins_on(hidden.device)
+        model: Any = self.model
+        if self._number == 0:
+            body = model.main.get_decoder()
+            hidden = behind_layers(
+                self._anatomy, self._answers, hidden, beside, lambda given: body(**given, use_cache=False)[0]
+            )
+        first = embedded if isinstance(embedded, Tensor) else embedded.get(AHEAD, embedded["hidden"])
+        shift = self._number + 1
+        # Where a sequence ends there is no token ahead, and nothing is predicted.
+        ahead = nn.functional.pad(first, (0, 0, 0, shift))[:, shift:]
+        places = torch.arange(shift, ahead.shape[1] + shift, device=ahead.device)[None]
+        with Unpacked({}):
+            return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)  # type: ignore[no-any-return]
+
+    def _stand_ins_on(self, device: torch.device) -> None:
+        for name, like in self._missing:
+            owner, _, attribute = name.rpartition(".")
+            object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+        self._on = device
+
+
+class PredictionHead(nn.Module):
+    """The main model's projection to the vocabulary, for one prediction layer."""
+
+    def __init__(self, shell: nn.Module):
+        super().__init__()
+        self.model = shell
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator, no-any-return]
 
 
 class PredictionLoss:
-    """The next token's loss and `weight` times the mean loss of the predictions; targets as transformers takes them.
+    """The loss of prediction layer `number`, counted from 0, times its part of the weight.
 
-    Where the number of labels of a whole batch is given, every loss is a sum over it, so that micro-batches add up.
+    Where the number of labels of a whole batch is given, the loss is a sum over it, so that micro-batches add up.
+    `shifted`: a tensor as target holds the next tokens already.
     """
 
-    def __init__(self, weight: float):
-        self.weight = weight
+    in_training_alone = True
+    """An evaluation is about the next token."""
 
-    def __call__(
-        self,
-        *,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **_: Any,
-    ) -> Tensor:
+    def __init__(self, number: int, part: float, *, shifted: bool):
+        self.number, self.part, self.shifted = number, part, shifted
+
+    def __call__(self, logits: Tensor, target: Any) -> Tensor:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        losses = []
-        for k in range(logits.shape[1]):
-            wanted = nn.functional.pad(shift_labels, (0, k), value=IGNORED)[..., k:].contiguous()
-            mine: Any = {"num_items_in_batch": num_items_in_batch, "shift_labels": wanted}
-            losses.append(ForCausalLMLoss(logits[:, k], None, vocab_size, **mine))
-        return losses[0] + self.weight * torch.stack(losses[1:]).mean()  # type: ignore[no-any-return]
+        name = "shift_labels" if self.shifted else "labels"
+        given = {name: target} if isinstance(target, Tensor) else dict(target)
+        labels = given.get("shift_labels")
+        if labels is None:
+            labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
+        ahead = self.number + 1
+        wanted = nn.functional.pad(labels, (0, ahead), value=IGNORED)[..., ahead:].contiguous()
+        counted: Any = {"num_items_in_batch": given.get("num_items_in_batch"), "shift_labels": wanted}
+        return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)  # type: ignore[no-any-return]
+
+
+def losses_of(model: WithPredictions, own: CausalLoss, ends: tuple[int, ...], *, shifted: bool) -> dict[int, Any]:
+    """By the layer that a path ends with: the main model's loss, then those of the predictions."""
+    head, *more = ends
+    part = model.weight / model.depth
+    return {head: own, **{layer: PredictionLoss(k, part, shifted=shifted) for k, layer in enumerate(more)}}
 
 
 def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredictions:
@@ -131,6 +195,7 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
     finally:
         torch.set_default_dtype(before)
     made._init_weights = main._init_weights  # type: ignore[method-assign, assignment]  # the same kinds of layers
+    made.embed_tokens = None  # type: ignore[assignment]  # its layers are given embeddings
     if not any(p.is_meta for p in made.parameters()):
         made.layers.to(next(main.parameters()).device)
         for module in made.layers.modules():

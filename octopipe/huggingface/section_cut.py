@@ -17,7 +17,6 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.labels import CausalLoss
 from octopipe.huggingface.own_loss import own_loss
 from octopipe.huggingface.passages import Passage, Visit
-from octopipe.huggingface.predictions import WithPredictions
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.sections import Sections
 from octopipe.huggingface.shell import outside, shell_of
@@ -59,8 +58,6 @@ class SectionCut:
         return [_Factory(self, k) for k in range(len(self._order))]
 
     def loss(self) -> CausalLoss:
-        if isinstance(self.model, WithPredictions):
-            return CausalLoss(self.model, self.model.prediction_loss)
         return own_loss(self.model, self.sections.paths, self.example, lambda k: self.sections.returns[k])
 
     def prefix(self, layer: int) -> str:

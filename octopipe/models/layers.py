@@ -264,6 +264,9 @@ class Mtp(Layer):
     hidden: int = 0
     vocab: int
     block: Block
+    own_path: bool = False
+    """It is on a path of its own that ends with a head: it hands on its own hidden state alone, and takes the next
+    token's embedding from the embedding instead of holding the table (`ModelSpec.with_prediction_paths`)."""
 
     kind: ClassVar[str] = "mtp"
     letter: ClassVar[str] = "P"
@@ -278,14 +281,14 @@ class Mtp(Layer):
 
     @property
     def tied_parameters(self) -> int:
-        return self.vocab * self.hidden
+        return 0 if self.own_path else self.vocab * self.hidden
 
     @property
     def parts(self) -> tuple[Layer, ...]:
         return (self, *self.block.parts)
 
     def scaled(self, factor: float) -> Mtp:
-        return Mtp(vocab=shrink_width(self.vocab, factor), block=self.block.scaled(factor))
+        return replace(self, hidden=0, vocab=shrink_width(self.vocab, factor), block=self.block.scaled(factor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,31 @@ class ModelSpec:
         kept[-1] = replace(kept[-1], predictions=1)
         return replace(self, layers=tuple(kept))
 
+    def with_prediction_paths(self) -> ModelSpec:
+        """Multi-token prediction as `octopipe train --mtp` runs it: behind the last block, the path of a micro-batch
+        forks into the head and into the prediction modules, each of which ends with a head of the same weight."""
+        modules = [layer for layer in self.layers if isinstance(layer, Mtp)]
+        if not modules:
+            raise OctoPipeError(f"{self.name} has no multi-token prediction; leave --mtp out")
+        main = self.without_mtp()
+        head = main.layers[-1]
+        assert isinstance(head, Head)
+        more: list[Layer] = []
+        for module in modules:
+            more += [replace(module, own_path=True), replace(head, tied=True)]
+        return replace(main, layers=(*main.layers, *more))
+
+    @property
+    def takes(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+        apart = [k for k, layer in enumerate(self.layers) if isinstance(layer, Mtp) and layer.own_path]
+        if not apart:
+            return ()
+        rows: list[tuple[int, ...]] = [(), *((k,) for k in range(self.num_layers - 1))]
+        for k in apart:
+            rows[k] = (0, k - 2)
+        return tuple(rows)
+
     def scaled(self, factor: float, *, num_layers: int | None = None) -> ModelSpec:
         """A narrow copy with the same pattern, for small real runs.
 

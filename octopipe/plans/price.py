@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -212,12 +212,19 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
         if not again:
             continue
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
-        inputs = np.array([k - 1 for k in sorted(again) if k - 1 not in again and k > 0], dtype=np.int64)
+        inputs = np.array(_inputs(again, costs), dtype=np.int64)
         kept[s] = (
             part_of(stage) * _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
             + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
         )
     return StageMemory(np.minimum(kept, activation), activation, stash)
+
+
+def _inputs(layers: Collection[int], costs: CostTable) -> list[int]:
+    """The layers outside whose outputs these take."""
+    if costs.graph is None:
+        return [k - 1 for k in sorted(layers) if k - 1 not in layers and k > 0]
+    return [j for k in sorted(layers) for j in costs.graph.takes[k] if j not in layers]
 
 
 def offload_bytes(plan: Plan, costs: CostTable) -> Array:
@@ -240,6 +247,10 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
         )
         for rank, (_, parts) in first & last:
             out[rank] -= costs.tied_bytes / parts
+    if costs.graph is not None and costs.graph.shared:
+        for rank in range(plan.num_ranks):
+            held = {k for s in plan.stages if s.rank == rank for k in range(s.first, s.stop)}
+            out[rank] -= costs.graph.weights_held_twice(held)
     return out
 
 

@@ -33,12 +33,12 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     """What a plan made with these costs must store, as entries of its `extra`.
 
     `setting`: the model's name and the numbers that go with it, if there is a name. Presets can be priced again from it
-    anywhere; costs that were read from a file are stored in the plan.
+    anywhere; costs that were read from a file, or of layers that fork, are stored in the plan.
     """
     out: dict[str, Any] = {COSTS: costs.digest()}
     if setting is not None:
         out[SETTING] = dict(setting)
-    if setting is None or _names_files(setting):
+    if setting is None or _names_files(setting) or costs.graph is not None:
         out[COST_TABLE] = costs
     if costs.mode is not None:
         out[MODE] = costs.mode.record()

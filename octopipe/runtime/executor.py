@@ -152,44 +152,56 @@ class Executor:
         """The forwards alone, in the program's order: the losses (or outputs) of micro-batches that ended here."""
         losses: dict[int, Any] = {}
         sent: list[Any] = []
-        transport, autocast = self.transport, self._autocast or nullcontext
         self._begin(step)
         with self._reporting(), nullcontext() if self._seed is None else rng_kept():
-            transport.begin_step()
+            self.transport.begin_step()
             for ins in self.program.steps:
                 self.at = ins
-                code, cell, slot = ins.code, ins.cell, ins.slot
-                if code == RECEIVE and slot is not None and slot.forward:
-                    transport.post(slot)
-                elif code == SEND and slot is not None and slot.forward:
-                    transport.send_forward(slot, cell.value, cell.needs)
-                    cell.value = None
-                    sent.append(slot)
-                elif code == F:
-                    if slot is None:
-                        value, needs = self.own_input(cell, micro_batches)
-                    else:
-                        value, spec = transport.take_forward(slot)
-                        needs = spec.wanted
-                    then = None
-                    if cell.last:
-                        then = self.loss(targets, cell.micro_batch) if loss else _output
-                    seed = self.micro_batch_seeds[cell.micro_batch]
-                    given = None if side is None else side[cell.micro_batch]
-                    with autocast():
-                        _, out, _ = self.chains[cell.stage].forward(
-                            value, needs, then, seed, again=False, keep=False, side=given
-                        )
-                    if cell.last:
-                        losses[cell.micro_batch] = out
-                    else:
-                        cell.value = out
+                if ins.code in (SEND, RECEIVE):
+                    if ins.slot is not None and ins.slot.forward:
+                        self._transfer_output(ins, sent)
+                elif ins.code == F:
+                    given = None if side is None else side[ins.cell.micro_batch]
+                    self._evaluate_op(ins, micro_batches, targets, given, losses, with_loss=loss)
             for slot in sent:
-                transport.release(slot)
-            transport.end_step()
+                self.transport.release(slot)
+            self.transport.end_step()
             for cell in self.program.cells:
                 cell.clear()
         return losses
+
+    def _transfer_output(self, ins: Step, sent: list[Any]) -> None:
+        """Post the receive of a stage's output, or send one; `sent` gets what must be released at the end."""
+        slot, cell = ins.slot, ins.cell
+        assert slot is not None
+        if ins.code == RECEIVE:
+            self.transport.post(slot)
+            return
+        self.transport.send_forward(slot, cell.value, cell.needs)
+        cell.value = None
+        sent.append(slot)
+
+    def _evaluate_op(
+        self, ins: Step, micro_batches: Sequence[Any] | None, targets: Sequence[Any] | None,
+        side: Mapping[str, Any] | None, losses: dict[int, Any], *, with_loss: bool,
+    ) -> None:  # fmt: skip
+        """One forward of `evaluate`; the loss (or output) of a micro-batch that ends here goes to `losses`."""
+        cell = ins.cell
+        if ins.slot is None:
+            value, needs = self.own_input(cell, micro_batches)
+        else:
+            value, spec = self.transport.take_forward(ins.slot)
+            needs = spec.wanted
+        then = None
+        if cell.last:
+            then = self.loss(targets, cell.micro_batch) if with_loss else _output
+        seed = self.micro_batch_seeds[cell.micro_batch]
+        with (self._autocast or nullcontext)():
+            _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False, side=side)
+        if cell.last:
+            losses[cell.micro_batch] = out
+        else:
+            cell.value = out
 
     def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """The input of F if it does not come from another rank, and which of its leaves take a gradient."""

@@ -24,9 +24,8 @@ from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.graph_program import GraphCell, graph_program
 from octopipe.runtime.path_losses import PathLosses
-from octopipe.runtime.slots import RECEIVE, SEND, rank_program
+from octopipe.runtime.slots import RECEIVE, SEND, Step, rank_program
 from octopipe.runtime.stages.chain import StageChain
-from octopipe.runtime.stages.rng import rng_kept
 from octopipe.runtime.stages.shards import CutLoss, JoinedShards, cut_loss
 from octopipe.runtime.stages.stage import Loss, Stage
 from octopipe.runtime.transfers import transfer
@@ -257,43 +256,30 @@ class GraphExecutor(Executor):
             raise OctoPipeError(
                 "the head is split, so no rank has complete logits; use a plan with an unsplit head for them"
             )
-        losses: dict[int, Any] = {}
-        sent: list[Any] = []
-        transport, autocast = self.transport, self._autocast or nullcontext
-        self._begin(step)
-        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
-            transport.begin_step()
-            for ins in self.program.steps:
-                self.at = ins
-                cell, slot = cast(GraphCell, ins.cell), ins.slot
-                if ins.code in (SEND, RECEIVE):
-                    assert slot is not None
-                    if slot.forward:
-                        self._transfer_forward(ins, sent)
-                elif ins.code == F:
-                    value, needs = self._inputs(cell, micro_batches)
-                    then = self._then(cell, targets) if loss else (_same if cell.last else None)
-                    given = None if side is None else side[cell.micro_batch]
-                    seed = self.micro_batch_seeds[cell.micro_batch]
-                    with autocast():
-                        _, out, cell.needs = self.chains[cell.stage].forward(
-                            value, needs, then, seed, again=False, keep=False, side=given
-                        )
-                    if not cell.last:
-                        self._made(cell, out)
-                    elif loss and cell.micro_batch in losses:
-                        losses[cell.micro_batch] = losses[cell.micro_batch] + out
-                    else:
-                        losses[cell.micro_batch] = out
-            for slot in sent:
-                transport.release(slot)
-            transport.end_step()
-            for done in self.program.cells:
-                done.clear()
-        return losses
+        return super().evaluate(micro_batches, targets, step=step, side=side, loss=loss)
 
-    def _transfer_forward(self, ins: Any, sent: list[Any]) -> None:
-        slot, giver = ins.slot, ins.cell.giver
+    def _evaluate_op(
+        self, ins: Step, micro_batches: Sequence[Any] | None, targets: Sequence[Any] | None,
+        side: Mapping[str, Any] | None, losses: dict[int, Any], *, with_loss: bool,
+    ) -> None:  # fmt: skip
+        cell = cast(GraphCell, ins.cell)
+        value, needs = self._inputs(cell, micro_batches)
+        then = self._then(cell, targets) if with_loss else (_same if cell.last else None)
+        seed = self.micro_batch_seeds[cell.micro_batch]
+        with (self._autocast or nullcontext)():
+            _, out, cell.needs = self.chains[cell.stage].forward(
+                value, needs, then, seed, again=False, keep=False, side=side
+            )
+        if not cell.last:
+            self._made(cell, out)
+        elif with_loss and cell.micro_batch in losses:
+            losses[cell.micro_batch] = losses[cell.micro_batch] + out
+        else:
+            losses[cell.micro_batch] = out
+
+    def _transfer_output(self, ins: Step, sent: list[Any]) -> None:
+        slot, giver = ins.slot, cast(Any, ins.cell).giver
+        assert slot is not None
         if ins.code == RECEIVE:
             self.transport.post(slot)
         else:

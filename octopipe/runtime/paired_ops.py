@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 
@@ -82,7 +83,8 @@ class PairedOps:
     """Runs the pairs of one executor's program."""
 
     def __init__(self, executor: Executor):
-        self._executor, self._turns = executor, Turns()
+        # The executor owns this object: a reference to it would keep both until Python looks for circles.
+        self._owner, self._turns = ref(executor), Turns()
         self._exchanges: dict[tuple[int, int], int] = {}
         """How often an op of a stage, by its kind, exchanged within its last pair."""
 
@@ -125,6 +127,12 @@ class PairedOps:
                 executor.layers_done(ins.layers_done)
             elif executor.between_ops is not None:
                 executor.between_ops()
+
+    @property
+    def _executor(self) -> Executor:
+        executor = self._owner()
+        assert executor is not None, "an executor outlives its pairs"
+        return executor
 
     def close(self) -> None:
         self._turns.close()

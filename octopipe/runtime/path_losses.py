@@ -26,6 +26,10 @@ class PathLosses:
             raise OctoPipeError("PathLosses of no layer; give one loss function for each layer that ends a path")
         self.losses = dict(losses)
 
+    def each(self, wrap: Callable[[Callable[[Any, Any], Tensor]], Callable[[Any, Any], Tensor]]) -> PathLosses:
+        """The same layers, every loss function wrapped."""
+        return PathLosses({layer: wrap(loss) for layer, loss in self.losses.items()})
+
     def __call__(self, output: Any, target: Any) -> Tensor:
         raise OctoPipeError("PathLosses is several losses: use it with a plan whose paths fork")
 

@@ -211,12 +211,7 @@ class Pipeline:
     # -- training --------------------------------------------------------------------------------------
 
     def step(
-        self,
-        batch: Any = None,
-        target: Any = None,
-        *,
-        side: Mapping[str, Any] | None = None,
-        reduce_loss: bool = True,
+        self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None, reduce_loss: bool = True
     ) -> Tensor | None:
         """Forward and backward of all micro-batches; gradients are added into `.grad`.
 
@@ -430,14 +425,15 @@ class Pipeline:
 
     def timeline(self, label: str = "") -> Timeline:
         """The measured timeline of the last step on all ranks, with a common clock."""
-        label = label or str(self.plan.extra.get("system", "")) or "measured"
-        return measured_timeline(self.executor.program, self.recorder, self.world.control, self.costs, label)
+        name = label or str(self.plan.extra.get("system", "")) or "measured"
+        return measured_timeline(self.executor.program, self.recorder, self.world.control, self.costs, name)
 
     def close(self) -> None:
         """Stop the watchdog and release shared buffers."""
         if self._watchdog is not None:
             self._watchdog.stop()
-            self._watchdog = None
+        if self._leaves is not None:
+            self._leaves.stop()
         self.executor.ops.close()
         self.executor.pairs.close()
         self.transport.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
@@ -59,7 +60,7 @@ def _walked(
     tried = 0
     while (end is None or time.monotonic() < end) and (moves is None or tried < moves):
         tried += 1
-        other = _moved(best, dice)
+        other = with_op_moved(best, dice)
         if other is None:
             continue
         try:
@@ -80,14 +81,14 @@ def _value(timeline: Timeline) -> tuple[float, float]:
     return timeline.overlap.rate, -timeline.makespan_ms
 
 
-def _moved(plan: Plan, dice: random.Random) -> Plan | None:
-    """One op of one rank a few places earlier or later."""
+def with_op_moved(plan: Plan, dice: random.Random, reach: Sequence[int] = REACH) -> Plan | None:
+    """The plan with one op of one rank a few places earlier or later; None if there is no such place."""
     rank = dice.randrange(plan.num_ranks)
     order = list(plan.orders[rank])
     if len(order) < 2:
         return None
     here = dice.randrange(len(order))
-    there = here + dice.choice(REACH) * dice.choice((-1, 1))
+    there = here + dice.choice(reach) * dice.choice((-1, 1))
     if not 0 <= there < len(order):
         return None
     order.insert(there, order.pop(here))

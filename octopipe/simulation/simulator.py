@@ -296,6 +296,23 @@ def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
     return tuple(sorted({s.rank for s in ends}))
 
 
+def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[tuple[float, float]]]:
+    """Per rank: when the gradients of weights that layers of several ranks share are there, and what a sum takes."""
+    out: dict[int, list[tuple[float, float]]] = {}
+    for layers, held in () if costs.graph is None else costs.graph.shared:
+        mine = [s for s, stage in enumerate(plan.stages) if any(stage.first <= k < stage.stop for k in layers)]
+        ranks = sorted({plan.stages[s].rank for s in mine})
+        ready = float(max(done[s] for s in mine))
+        part = [costs.gradient_bytes[k] / costs.static_bytes[k] for k in layers if costs.static_bytes[k] > 0]
+        nbytes = float(held * min(part, default=0.0))
+        for rank in ranks if len(ranks) > 1 else ():
+            link = costs.sum_link(rank, next(r for r in ranks if r != rank))
+            took = _all_reduce_ms(nbytes, len(ranks), link)
+            if took > 0:
+                out.setdefault(rank, []).append((ready, took))
+    return out
+
+
 def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
     """Reductions of each stage's gradients as soon as its last weight gradient is there, then the optimizer."""
     done = np.zeros(len(plan.stages))
@@ -313,6 +330,7 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     tied, tied_ready = _tied_holders(plan, costs), 0.0
     if len(tied) > 1:
         tied_ready = float(max(done[s] for s, x in enumerate(plan.stages) if x.first == 0 or x.stop == plan.num_layers))
+    shared = _shared_sums(plan, costs, done)
     extras = []
     for rank in range(plan.num_ranks):
         clock = 0.0
@@ -337,6 +355,10 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
                 begin = max(clock, tied_ready)
                 clock = begin + took
                 extras.append(Extra("reduce tied weights", rank, begin, clock))
+        for ready, took in shared.get(rank, ()):
+            begin = max(clock, ready)
+            clock = begin + took
+            extras.append(Extra("reduce shared weights", rank, begin, clock))
         update = sum(
             float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) * part_of(plan.stages[s])
             for s in mine

@@ -217,7 +217,10 @@ def run_sections(world: Any, family: str, frozen: bool) -> list[tuple[str, float
     return out
 
 
-@pytest.mark.parametrize(("family", "frozen"), [("qwen3_vl", False), ("qwen3_vl", True), ("t5", False)])
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [pytest.param("qwen3_vl", False, marks=pytest.mark.slow), ("qwen3_vl", True), ("t5", False)],
+)
 def test_on_two_ranks_gradients_are_those_of_one_process(family: str, frozen: bool) -> None:
     for found in shared_ranks(2).run(run_sections, family, frozen):
         for system, worst in found:

@@ -10,6 +10,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
+from effort import WHOLE, some
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
@@ -255,6 +256,8 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
         *(_random(seed, 4, recompute=False) for seed in range(3)),
         _random(9, 2, recompute=False),
     ]
+    if not WHOLE and kind != "hybrid":  # which runs few of them in any case
+        plans = plans[:3] + plans[4::2]
     if kind == "hybrid":
         plans = [p for p in plans if _has_blocks_in_every_stage(p)]
         assert len(plans) > 1
@@ -482,9 +485,12 @@ def measure(world, kind, virtual, ddp=False):
     return profile.to_json().decode(), same, sum(p.numel() for p in after)
 
 
-@pytest.mark.parametrize(("kind", "virtual"), [("gpt", False), ("gpt", True), ("hybrid", False), ("moe", False)])
-def test_a_profile_of_chunks_knows_the_whole_model(kind, virtual, four):
+@pytest.mark.parametrize(
+    "chunks", some([("gpt", True), ("hybrid", False), ("gpt", False), ("moe", False)], quick=2), ids=str
+)
+def test_a_profile_of_chunks_knows_the_whole_model(chunks, four):
     """Against what is known beforehand: which layer sleeps, how many parameters there are, what differs by kind."""
+    kind, virtual = chunks
     results = _run(four, measure, kind, virtual)[::2]  # one of two pipelines side by side
     texts, same, counts = zip(*results)
     assert texts[0] == texts[1] and all(same)

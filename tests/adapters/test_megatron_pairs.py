@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 import torch.nn.functional as F  # noqa: E402
-from test_meshes import _mesh  # noqa: E402
+from mesh_checks import mesh_of  # noqa: E402
 from test_pairs import with_pairs  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -79,7 +79,7 @@ def paired_and_not(world, plan, dispatchers):
     initialize_rng_tracker(inference_rng_tracker=True)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    mesh = _mesh((2, 2), ("pp", "ep"))
+    mesh = mesh_of((2, 2), ("pp", "ep"))
     handed = [0]
     before = turns._Pair.hand_over
 

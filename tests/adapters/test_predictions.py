@@ -1,4 +1,4 @@
-"""Multi-token prediction of transformers' families: trained as a stack of its own, or told that it is not."""
+"""Multi-token prediction of transformers' families: trained as a path of its own, or told that it is not."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from hf_families import tiny_config  # noqa: E402
 from hf_twins import grads_of, make  # noqa: E402
+from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 
+from octopipe import Pipeline  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.cli import main  # noqa: E402
-from octopipe.huggingface import layers  # noqa: E402
+from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.huggingface import layers, micro_batches  # noqa: E402
 from octopipe.huggingface.predictions import prediction_layers, with_predictions  # noqa: E402
 from octopipe.huggingface.source import model_class  # noqa: E402
 from octopipe.huggingface.weights import first_names  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.search.tuner import tune  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no prediction layers"
 )
+SLOW = pytest.mark.slow
 FLAGS = ["--steps", "2", "--seq", "12", "--no-measure", "--micro-batches", "2", "--json"]
 
 
@@ -55,9 +63,18 @@ def by_hand(whole: Any, ids: Any, weight: float) -> Any:
     return losses[0] + weight * sum(losses[1:]) / (len(losses) - 1)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_pieces_one_after_another_have_the_loss_and_gradients_of_the_modules(family: str) -> None:
+def run_along_paths(parts: Any, pieces: list[Any], ids: Any, target: Any) -> Any:
+    """The pieces one after another, each on the outputs that it takes; the sum of all losses."""
+    out: dict[int, Any] = {}
+    for k, piece in enumerate(pieces):
+        out[k] = piece(*(out[j] for j in parts.takes[k])) if k else piece({"input_ids": ids})
+    return sum(loss(out[k], target) for k, loss in parts.loss_fn.losses.items())
+
+
+@pytest.mark.parametrize(("family", "tied"), [("deepseek_v3", False), ("glm4_moe", True)])
+def test_pieces_along_their_paths_have_the_loss_and_gradients_of_the_modules(family: str, tied: bool) -> None:
     config = predicting(family, 2)
+    config.tie_word_embeddings = tied
     parts = layers(copy.deepcopy(config), dtype=torch.float64, predictions=0.3)
     assert parts.stacks.count("predictions.layers") == 2 and parts.class_name == model_class(config).__name__
     pieces = [make(parts, k) for k in range(len(parts))]
@@ -70,10 +87,7 @@ def test_pieces_one_after_another_have_the_loss_and_gradients_of_the_modules(fam
     ids = torch.randint(3, 90, (3, 12), generator=torch.Generator().manual_seed(2))
     theirs = by_hand(whole, ids, 0.3)
     theirs.backward()
-    value: Any = {"input_ids": ids}
-    for piece in pieces:
-        value = piece(value)
-    mine = parts.loss_fn(value, ids)
+    mine = run_along_paths(parts, pieces, ids, ids)
     mine.backward()
     assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
     first, total = first_names(whole), dict[str, Any]()
@@ -85,6 +99,86 @@ def test_pieces_one_after_another_have_the_loss_and_gradients_of_the_modules(fam
     assert total.keys() == expected.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(total[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_first_layer_that_takes_more_than_the_embedding_leaves_it_to_the_predictions() -> None:
+    parts = layers(predicting("inkling_text", 1), dtype=torch.float64, predictions=0.3)
+    pieces = [make(parts, k) for k in range(len(parts))]
+    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(2))
+    embedded = pieces[0]({"input_ids": ids})
+    table = pieces[0].model.get_input_embeddings().weight
+    assert torch.equal(embedded["ahead"], table[ids]) and not torch.equal(embedded["hidden"], table[ids])
+    assert isinstance(pieces[1](embedded), torch.Tensor)  # what is ahead goes no further
+    run_along_paths(parts, pieces, ids, ids).backward()
+    assert pieces[-2].model.predictions.layers[0].eh_proj.weight.grad.abs().max() > 0
+
+
+def test_layers_say_what_they_take_and_what_they_share() -> None:
+    config = predicting("deepseek_v3", 2)
+    parts = layers(copy.deepcopy(config), predictions=0.3)
+    blocks = config.num_hidden_layers
+    assert parts.takes[1:-4] == tuple((k,) for k in range(blocks + 1))
+    assert parts.takes[-4:] == ((0, blocks), (blocks + 2,), (0, blocks + 2), (blocks + 4,))
+    words = config.vocab_size * config.hidden_size
+    heads = (blocks + 1, blocks + 3, blocks + 5)
+    assert dict(parts.shared) == {(blocks + 1, blocks + 2): config.hidden_size, heads: words}
+    config.tie_word_embeddings = True
+    assert dict(layers(config, predictions=0.3).shared)[(0, *heads)] == words
+
+
+def two_rows(parts: Any, rows: int) -> tuple[list[Any], list[Any]]:
+    ids = torch.randint(3, 90, (rows, 10), generator=torch.Generator().manual_seed(5))
+    return micro_batches({"input_ids": ids, "labels": ids}, rows)
+
+
+def gradients_on_ranks(world: Any, tied: bool, plans: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    parts, out = tied_parts(tied), {}
+    for name, plan in plans.items():
+        made = [lambda k=k: make(parts, k) for k in range(len(parts))]
+        inputs, targets = two_rows(parts, plan.num_micro_batches)
+        with Pipeline(made, plan, parts.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
+            loss = float(pipe.step(inputs, targets).detach())
+            named = ((key.split(".", 1), p) for key, p in pipe.named_parameters())
+            found = grads_of((parts.name_in_model(int(k), own), p) for (k, own), p in named)
+            out[name] = loss, found, float(pipe.evaluate(inputs, targets))
+    return out
+
+
+def tied_parts(tied: bool) -> Any:
+    config = predicting("deepseek_v3", 2)
+    config.tie_word_embeddings = tied
+    return layers(config, dtype=torch.float64, predictions=0.3)
+
+
+def graph_costs(parts: Any) -> CostTable:
+    count = len(parts)
+    costs = CostTable.uniform(num_layers=count, p2p_ms=0.1, model="tiny")
+    return costs.replace(graph=LayerGraph(takes=parts.takes), boundary_bytes=np.ones(count))
+
+
+@pytest.mark.parametrize(("size", "tied"), [(2, False), (2, True), (4, False), pytest.param(4, True, marks=SLOW)])
+def test_predictions_on_ranks_have_the_gradients_of_one_process(size: int, tied: bool) -> None:
+    parts = tied_parts(tied)
+    costs = graph_costs(parts)
+    tuned = tune(costs, size, 4, iterations=200, seed=0, copies=False).plan
+    plans = {"1f1b": build_plan("1f1b", costs, size, 4), "zb-h1": build_plan("zb-h1", costs, size, 4), "tuned": tuned}
+    assert all(plan.forks for plan in plans.values())
+    pieces = [make(parts, k) for k in range(len(parts))]
+    inputs, targets = two_rows(parts, 4)
+    each = [run_along_paths(parts, pieces, x["input_ids"], y) for x, y in zip(inputs, targets, strict=True)]
+    expected = sum(each) / 4
+    expected.backward()
+    first, theirs = first_names(parts._cut.model), dict[str, Any]()
+    for k, piece in enumerate(pieces):
+        for name, grad in grads_of(piece.named_parameters()).items():
+            key = first[parts.name_in_model(k, name)]
+            theirs[key] = theirs[key] + grad if key in theirs else grad
+    for rank in shared_ranks(size).run(gradients_on_ranks, tied, plans):
+        for loss, grads, again in rank.values():
+            assert loss == pytest.approx(float(expected.detach()), rel=1e-6) and again == pytest.approx(loss, rel=1e-6)
+            for name, grad in grads.items():
+                assert float((grad - theirs[first[name]]).abs().max()) <= 1e-12, name
 
 
 def test_ranks_train_predictions_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +208,24 @@ def test_what_is_left_out_is_told_and_plans_of_it_say_what_to_do(
     assert "tune a profile (octopipe profile --mtp)" in said and f"octopipe train {model}" not in said
     assert main(["train", model, "--plan", plan, "--no-measure"]) == 2
     assert "octopipe profile --mtp, then tune the profile" in capsys.readouterr().err
+
+
+@SLOW
+def test_a_plan_of_the_config_with_its_predictions_trains_as_one_process_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicting("deepseek_v3", 1).save_pretrained(tmp_path)
+    model, plan = str(tmp_path / "config.json"), str(tmp_path / "plan.json")
+    asked = ["--pp", "2", "--micro-batches", "2", "--seq", "12", "--iterations", "50", "--no-copies", "-o", plan]
+    assert main(["tune", model, *asked, "--mtp"]) == 0
+    assert "--mtp" in capsys.readouterr().out.split("octopipe train")[1]
+    found = []
+    for more in (["--nproc", "1"], ["--nproc", "2", "--plan", plan]):
+        assert main(["train", model, *FLAGS, "--mtp", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert main(["train", model, *FLAGS, "--plan", plan, "--nproc", "2"]) == 2
+    assert "the plan was made with its multi-token prediction; add --mtp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

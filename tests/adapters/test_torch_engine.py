@@ -155,7 +155,9 @@ def refused(world, plan, what):
 # -- equal to our executor and to one process ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, draws(20)), (3, draws(15)), (4, draws(15))])
+@pytest.mark.parametrize(
+    ("size", "count"), [(2, draws(20)), pytest.param(3, draws(15), marks=pytest.mark.slow), (4, draws(15))]
+)
 def test_random_plans_equal_our_executor_and_one_process(size, count):
     kinds = ("plain", "moe", "tied", "frozen", "pair")
     jobs = [(kinds[k % len(kinds)], plan) for k, plan in enumerate(_plans(size, count, seed=size))]

@@ -199,7 +199,7 @@ def tuned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     setting = ("nemotron-h-8b", "--pp", "4", "--tp", "2", "--micro-batches", "8", "--memory-gib", "40")
-    how = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
+    how = ("--method", "octopipe", "--iterations", "1", "--budget", "60s")
     found = tuned(capsys, *setting, *how, "-o", str(plan))
     for name, mode in (("baseline", ()), ("baseline_split", ("--split-backward",))):
         reference = simulated(capsys, *setting, "--system", "1f1b", *mode)

@@ -140,6 +140,30 @@ def test_a_reader_that_goes_away_costs_no_traceback() -> None:
     assert "Traceback" not in done.stderr and ("code 1" in done.stderr or "code 0" in done.stderr)
 
 
+SWALLOWED = """
+import signal, sys, time, weakref
+from octopipe.cli import _Signals
+
+class Thing: pass
+
+signals, thing = _Signals(), Thing()
+callback = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+try:
+    del thing
+    for _ in range(2000):
+        time.sleep(0.01)
+    print("forgotten")
+except KeyboardInterrupt:
+    print("heard", signals.number)
+"""
+
+
+def test_ctrl_c_in_the_callback_of_a_weak_reference_is_not_forgotten() -> None:
+    """Python drops exceptions there, and imports are full of such callbacks: `train` went on as if nothing had come."""
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.stdout, done.stderr) == ("heard 2\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_stops_in_good_order(number: signal.Signals) -> None:
     # Where tests run in the background, a shell has told them to ignore Ctrl-C.

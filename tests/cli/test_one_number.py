@@ -32,7 +32,7 @@ CASES = {
         {"rank_speed": (1.0, 0.5)},
     ),
 }
-SEARCH = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
+SEARCH = ("--method", "octopipe", "--iterations", "1", "--budget", "60s")
 NUMBERS = (
     "step_ms", "makespan_ms", "lower_bound_ms", "bubble_ratio", "peak_memory_gib", "tokens_per_gpu_per_second", "mfu",
 )  # fmt: skip

@@ -78,6 +78,7 @@ def test_the_record_survives_its_json() -> None:
         ({"cp": 3}, "cp 3"),
         ({"recompute_layers": 3}, "recompute_layers"),
         ({"gradients": "fp16"}, "gradients is 'fp16'"),
+        ({"speeds": "1,0.5"}, "or a list of them, one per pipeline rank"),
     ],
 )
 def test_a_bad_set_up_is_one_line(change: dict[str, Any], words: str) -> None:

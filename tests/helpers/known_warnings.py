@@ -19,6 +19,9 @@ FOREIGN: tuple[tuple[str, type[Warning], str], ...] = (
     # Megatron-Core on a machine without NVIDIA's kernels.
     ("Transformer Engine and Apex are not installed", UserWarning, "megatron"),
     ("Apex is not installed", UserWarning, "megatron"),
+    # What others call of their own that is deprecated, and modules made by SWIG while they are imported.
+    ("", DeprecationWarning, r"(torch|megatron|transformers|datasets|tensorboard|google|ortools|playwright)\b"),
+    ("builtin type ", DeprecationWarning, ""),
 )
 """(beginning of its text, kind, beginning of the module it is attributed to) of warnings about somebody else's code."""
 

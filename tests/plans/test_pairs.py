@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from effort import draws
 from plans import random_costs, random_plan
 from test_lower import finishes
 
@@ -112,7 +113,7 @@ def slots_in_time(plan: Plan, costs: CostTable) -> dict[Op, tuple[float, float]]
     return times
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(draws(25)))
 def test_times_equal_a_plain_event_loop_and_no_channel_deadlocks(seed: int) -> None:
     rng = random.Random(seed)
     plan = random_plan(rng, routes=rng.choice((1, 1, 2)))

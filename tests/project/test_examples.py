@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import some
 from torchrun import torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -36,7 +37,8 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
-@pytest.mark.parametrize("name", ["train_script.py", "data_parallel.py"])
+# The quick tier trains with the other one under torchrun (tests/runtime/test_train.py).
+@pytest.mark.parametrize("name", some(["data_parallel.py", "train_script.py"]))
 def test_training_examples_learn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run(name, tmp_path))]

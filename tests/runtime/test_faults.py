@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import some
 from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
@@ -33,7 +34,7 @@ from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 from octopipe.runtime.training.shelf import damage  # noqa: E402
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 15.0
 """Of runs whose fault nobody can tell from a slow rank; it is waited out. All others must be noticed long before
 `PATIENCE_S`, which is far below the 1800 s that torch would wait."""
 REAL_TRAIN_RANK = trainer.train_rank
@@ -177,17 +178,17 @@ def _lives(pid: int) -> bool:
         ("kill", "F", r"^rank 1 was killed by SIGKILL; rank 0 did not get the input gradient of 1\w+ "),
         ("kill", "saving", r"^rank 1 was killed by SIGKILL; rank 0: while step 4 was saved, a rank was lost"),
         slow("stop", "start", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT"),
-        ("stop", "F", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT.*within 8 s"),
+        ("stop", "F", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT.*within 15 s"),
         slow("stop", "saving", r"^rank 1 is stopped \(SIGSTOP\).*while step 4 was saved, not every rank answered"),
         slow("terminate", "start", r"^rank 1 was killed by SIGTERM"),
-        ("hang", "F", r"did not get the .* within 8 s; pending ops: .*rank 1: runs 1F1"),
+        ("hang", "F", r"did not get the .* within 15 s; pending ops: .*rank 1: runs 1F1"),
         ("raise", "F", r"^rank 1: ValueError: a bad layer .*in 1F1: forward of .* 1 in stage 1 on rank 1, layer 7 \("),
         slow("raise", "saving", r"^rank 1: ValueError: a bad layer"),
-        ("gpu memory", "F", r"^rank 1: OutOfMemoryError: CUDA out of memory.*in 1F1: .*; use smaller micro-batches"),
         slow(
-            "gpu memory", "I", r"^rank 1: OutOfMemoryError: .*in 1I1: input gradient of .* layers 4 to 7; use smaller"
+            "gpu memory", "F", r"^rank 1: OutOfMemoryError: CUDA out of memory.*in 1F1: .*; use smaller micro-batches"
         ),
-        ("host memory", "W", r"^rank 1: MemoryError: no room .*in 1W1: weight gradient of .* layers 4 to 7; use "),
+        ("gpu memory", "I", r"^rank 1: OutOfMemoryError: .*in 1I1: input gradient of .* layers 4 to 7; use smaller"),
+        slow("host memory", "W", r"^rank 1: MemoryError: no room .*in 1W1: weight gradient of .* layers 4 to 7; use "),
         ("full disk", "saving", r"the checkpoint cannot be written \(File too large\); check the folder"),
     ],
 )
@@ -224,7 +225,7 @@ def test_a_slow_rank_changes_nothing_and_a_broken_run_goes_on_as_if_it_had_not_b
     assert rest is not None and rest.losses == whole.losses[2:]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", some([1, 0]))
 def test_a_save_that_is_killed_behind_a_step_never_was_and_the_next_run_goes_on_from_the_one_before(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,8 @@ from effort import some
 from ranks import PATIENCE_S
 
 torch = pytest.importorskip("torch")
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from executor_models import WIDTH, Block, make  # noqa: E402
+from mesh_checks import TOLERANCE, mesh_of, norm_of, plan_for, whole_tensor, worst_error_of  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients  # noqa: E402
 
@@ -18,46 +17,18 @@ from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
-TOLERANCE = 1e-11
-
-
-def _plan(name="1f1b", num_layers=8, **options):
-    return build_plan(name, CostTable.uniform(num_layers=num_layers), 2, 4, **options)
-
-
-def _mesh(shape, names):
-    return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def _full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _worst(pipe, expected, whole=_full):
-    worst = 0.0
-    for name, p in pipe.named_parameters():
-        want = expected[name]
-        assert p.grad is not None, name
-        worst = max(worst, float((whole(p.grad) - want).abs().max() / want.abs().max()))
-    return worst
-
-
-def _norm(expected):
-    return sum(float(g.square().sum()) for g in expected.values()) ** 0.5
-
-
 # -- dimensions that split the batch --------------------------------------------------------------------
 
 
 def data_parallel(world, shape, names, options, plan):
-    mesh = _mesh(shape, names)
+    mesh = mesh_of(shape, names)
     case = make("plain", 2 * plan.num_micro_batches)
     expected, losses = plain_gradients(*case)
     count = plan.num_micro_batches
     with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S, **options) as pipe:
         mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
-    return _worst(pipe, expected), abs(loss - sum(losses) / len(losses))
+    return worst_error_of(pipe, expected), abs(loss - sum(losses) / len(losses))
 
 
 @pytest.mark.parametrize(
@@ -72,14 +43,14 @@ def data_parallel(world, shape, names, options, plan):
     ],
 )
 def test_every_name_of_a_data_dimension_is_averaged_over(shape, names, options, four):
-    for gradient, loss in four.run(data_parallel, shape, names, options, _plan("1f1b")):
+    for gradient, loss in four.run(data_parallel, shape, names, options, plan_for("1f1b")):
         assert gradient <= TOLERANCE
         assert loss <= TOLERANCE
 
 
 def two_data_dimensions(world):
     """One rank a pipeline, four pipelines in two dimensions."""
-    mesh = _mesh((1, 2, 2), ("pp", "dp_replicate", "dp_shard"))
+    mesh = mesh_of((1, 2, 2), ("pp", "dp_replicate", "dp_shard"))
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 1, 2)
     case = make("plain", 8)
     expected, losses = plain_gradients(*case)
@@ -87,7 +58,7 @@ def two_data_dimensions(world):
         mine = slice(pipe.world.replica * 2, pipe.world.replica * 2 + 2)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
         norm = float(pipe.clip_grad_norm_(1e9))
-    return _worst(pipe, expected), abs(loss - sum(losses) / 8), abs(norm / _norm(expected) - 1)
+    return worst_error_of(pipe, expected), abs(loss - sum(losses) / 8), abs(norm / norm_of(expected) - 1)
 
 
 def test_two_data_dimensions_are_averaged_over_together(four):
@@ -97,7 +68,7 @@ def test_two_data_dimensions_are_averaged_over_together(four):
 def leftover(world, names, options):
     case = make("plain", 4)
     try:
-        Pipeline(case.layers, _plan(), case.loss_fn, mesh=_mesh((2, 2), names), timeout_s=PATIENCE_S, **options)
+        Pipeline(case.layers, plan_for(), case.loss_fn, mesh=mesh_of((2, 2), names), timeout_s=PATIENCE_S, **options)
     except OctoPipeError as error:
         return str(error)
     return ""
@@ -138,9 +109,9 @@ class Counts(nn.Module):
 
 def buffers(world):
     layers = [Counts(10 + world.rank) for _ in range(4)]
-    plan = _plan("chimera", num_layers=4)
+    plan = plan_for("chimera", num_layers=4)
     with Pipeline(
-        layers, plan, lambda o, t: o.square().mean(), mesh=_mesh((2, 2), ("dp", "pp")), timeout_s=PATIENCE_S
+        layers, plan, lambda o, t: o.square().mean(), mesh=mesh_of((2, 2), ("dp", "pp")), timeout_s=PATIENCE_S
     ) as pipe:
         return {
             f"{k}.{name}": b.tolist() for k, m in pipe.modules().items() for name, b in m.named_buffers()
@@ -161,7 +132,7 @@ def fully_sharded(world, plan, replicate):
     from torch.distributed.fsdp import fully_shard
 
     names = ("dp_shard", "pp")
-    mesh = _mesh((2, 2), names)
+    mesh = mesh_of((2, 2), names)
     case = make("plain", 2 * plan.num_micro_batches)
     expected, losses = plain_gradients(*case)
     for k, layer in enumerate(case.layers):
@@ -171,15 +142,15 @@ def fully_sharded(world, plan, replicate):
     with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
         loss = float(pipe.step(case.inputs[mine], case.targets[mine]))
-        worst = _worst(pipe, expected)
+        worst = worst_error_of(pipe, expected)
         norm = float(pipe.clip_grad_norm_(1e9))
-    return worst, abs(loss - sum(losses) / len(losses)), abs(norm / _norm(expected) - 1)
+    return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
 @pytest.mark.parametrize("replicate", [False, True])
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_fsdp_beside_the_pipeline_gives_the_gradients_of_one_process(name, replicate, four):
-    for errors in four.run(fully_sharded, _plan(name), replicate):
+    for errors in four.run(fully_sharded, plan_for(name), replicate):
         assert max(errors) <= TOLERANCE
 
 
@@ -187,7 +158,7 @@ def hybrid_sharded(world, both):
     """Four pipelines of one rank: FSDP2 shards over one dimension and replicates over the other, or we do."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = _mesh((1, 2, 2), ("pp", "dp_replicate", "dp_shard"))
+    mesh = mesh_of((1, 2, 2), ("pp", "dp_replicate", "dp_shard"))
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 1, 2)
     case = make("plain", 8)
     expected, _ = plain_gradients(*case)
@@ -196,7 +167,7 @@ def hybrid_sharded(world, both):
     with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=PATIENCE_S) as pipe:
         mine = slice(pipe.world.replica * 2, pipe.world.replica * 2 + 2)
         pipe.step(case.inputs[mine], case.targets[mine])
-        return _worst(pipe, expected)
+        return worst_error_of(pipe, expected)
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -218,7 +189,7 @@ def tensor_parallel(world, plan, sequence):
         parallelize_module,
     )
 
-    mesh = _mesh((2, 2), ("tp", "pp"))
+    mesh = mesh_of((2, 2), ("tp", "pp"))
     case = make("plain", plan.num_micro_batches)
     expected, losses = plain_gradients(*case)
     for layer in case.layers[1:-1]:
@@ -244,15 +215,15 @@ def tensor_parallel(world, plan, sequence):
             loss = float(pipe.step(case.inputs, case.targets))
         for p in pipe.parameters():
             p.grad = p.grad / 2
-        worst = _worst(pipe, expected)
+        worst = worst_error_of(pipe, expected)
         norm = float(pipe.clip_grad_norm_(1e9))
-    return worst, abs(loss - sum(losses) / len(losses)), abs(norm / _norm(expected) - 1)
+    return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_tensor_parallel_layers_give_the_gradients_of_one_process(name, sequence, four):
-    for errors in four.run(tensor_parallel, _plan(name), sequence):
+    for errors in four.run(tensor_parallel, plan_for(name), sequence):
         assert max(errors) <= TOLERANCE
 
 
@@ -268,7 +239,7 @@ def split_of_tensor_parallel(world):
     block(x).square().mean().backward()
     expected = {n: p.grad.clone() for n, p in block.named_parameters()}
     block.zero_grad()
-    parallelize_module(block, _mesh((2,), ("tp",)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(block, mesh_of((2,), ("tp",)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     stage = Stage([block])
     worst = 0.0
     for count in (1, 2):
@@ -280,7 +251,7 @@ def split_of_tensor_parallel(world):
         run.backward_weight()
         for n, p in block.named_parameters():
             assert p.grad.placements == p.placements if hasattr(p, "placements") else True
-            worst = max(worst, float((_full(p.grad) - count * expected[n]).abs().max()))
+            worst = max(worst, float((whole_tensor(p.grad) - count * expected[n]).abs().max()))
     return owed, worst
 
 
@@ -288,132 +259,6 @@ def test_tensor_parallel_linears_leave_their_weight_gradients_to_w(two):
     for owed, worst in two.run(split_of_tensor_parallel):
         assert owed == 2
         assert worst <= TOLERANCE
-
-
-# -- expert parallelism ---------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """Two experts a token may go to (by its sum); with a group, one of them is here and tokens travel to it."""
-
-    def __init__(self, group=None):
-        super().__init__()
-        self.group = group
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
-        self.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH, dtype=torch.float64) * 0.5)
-
-    def forward(self, x):
-        from torch.distributed.nn.functional import all_to_all_single
-
-        flat = self.norm(x).reshape(-1, WIDTH)
-        choice = (flat[:, 0] > 0).long()
-        order = torch.argsort(choice, stable=True)
-        tokens, counts = flat[order], torch.bincount(choice, minlength=2)
-        if self.group is None:
-            parts = tokens.split(counts.tolist())
-            done = torch.cat([part @ w for part, w in zip(parts, self.experts)])
-        else:
-            own = self.experts.to_local() if hasattr(self.experts, "to_local") else self.experts
-            theirs = torch.empty_like(counts)
-            dist.all_to_all_single(theirs, counts, group=self.group)
-            here = tokens.new_empty(int(theirs.sum()), WIDTH)
-            here = all_to_all_single(here, tokens, theirs.tolist(), counts.tolist(), group=self.group)
-            done = all_to_all_single(
-                torch.empty_like(tokens), here @ own[0], counts.tolist(), theirs.tolist(), group=self.group
-            )
-        return x + torch.tanh(done[torch.argsort(order)]).view_as(x)
-
-
-def expert_parallel(world, plan, how):
-    mesh = _mesh((2, 2), ("ep", "pp"))
-    group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
-    torch.manual_seed(3)
-    whole = [Block().double() if k % 2 else Experts() for k in range(6)]
-    mine = [Block().double() if k % 2 else Experts(group) for k in range(6)]
-    for a, b in zip(whole, mine):
-        state = a.state_dict()
-        if isinstance(a, Experts):
-            b.experts = nn.Parameter(a.experts.detach()[place : place + 1].clone())
-            state["experts"] = b.experts.detach()
-        b.load_state_dict(state)
-        if isinstance(a, Experts) and how == "DTensor":
-            from torch.distributed.tensor import DTensor, Shard
-
-            b.experts = nn.Parameter(DTensor.from_local(b.experts.detach(), mesh["ep"], [Shard(0)]))
-    count = plan.num_micro_batches
-    data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(2 * count)]
-    loss_fn = lambda o, t: F.mse_loss(o, t)  # noqa: E731
-    expected, losses = plain_gradients(whole, data, data, loss_fn)
-    sharded = {"ep": ["*.experts"]} if how == "plain" else None
-    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded=sharded, timeout_s=PATIENCE_S) as pipe:
-        part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
-        loss = float(pipe.step(data[part], data[part]))
-        cut = how == "plain"
-        here = {n: g[place : place + 1] if cut and n.endswith("experts") else g for n, g in expected.items()}
-        worst = _worst(pipe, here)
-        norm = float(pipe.clip_grad_norm_(1e9))
-    return worst, abs(loss - sum(losses) / len(losses)), abs(norm / _norm(expected) - 1)
-
-
-@pytest.mark.parametrize(("name", "how"), [("1f1b", "plain"), ("zb-h1", "plain"), ("1f1b", "DTensor")])
-def test_experts_over_ep_give_the_gradients_of_one_process(name, how, four):
-    for errors in four.run(expert_parallel, _plan(name, num_layers=6), how):
-        assert max(errors) <= TOLERANCE
-
-
-class Balance(torch.autograd.Function):
-    """Adds a loss of a layer's own, as routers of Megatron and DeepSeek do: its gradient joins the output's."""
-
-    @staticmethod
-    def forward(ctx, x, loss, scale):
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, gradient.new_full((), ctx.scale), None
-
-
-class BalancedExperts(Experts):
-    """Experts whose router has a loss of its own."""
-
-    scale = 1.0
-
-    def forward(self, x):
-        out = super().forward(x)
-        return Balance.apply(out, (self.norm(x) ** 2).mean() + (self.experts**2).mean(), self.scale)
-
-
-def balanced(world, plan):
-    mesh = _mesh((2, 2), ("ep", "pp"))
-    group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
-    torch.manual_seed(3)
-    whole = [Block().double() if k % 2 else BalancedExperts() for k in range(6)]
-    mine = [Block().double() if k % 2 else BalancedExperts(group) for k in range(6)]
-    count = plan.num_micro_batches
-    for a, b in zip(whole, mine):
-        state = a.state_dict()
-        if isinstance(a, Experts):
-            b.experts = nn.Parameter(a.experts.detach()[place : place + 1].clone())
-            state["experts"] = b.experts.detach()
-            # A loss that a layer adds by itself counts as it is: its share of the mean is the layer's to give. Half of
-            # the experts are here, and the mean over the expert ranks is taken of all gradients.
-            a.scale, b.scale = 1 / (2 * count), 1 / count
-        b.load_state_dict(state)
-    data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(2 * count)]
-    loss_fn = lambda o, t: F.mse_loss(o, t)  # noqa: E731
-    expected, _ = plain_gradients(whole, data, data, loss_fn)
-    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=PATIENCE_S) as pipe:
-        part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
-        pipe.step(data[part], data[part])
-        here = {n: g[place : place + 1] if n.endswith("experts") else g for n, g in expected.items()}
-        return _worst(pipe, here)
-
-
-@pytest.mark.parametrize("name", some(["zb-h1", "1f1b", "interleaved"]))
-def test_losses_of_expert_layers_count_as_they_are(name, four):
-    """The mean over micro-batches is the layer's own to take; over expert ranks all gradients are averaged."""
-    assert max(four.run(balanced, _plan(name, num_layers=6))) <= TOLERANCE
 
 
 # -- what nobody has a gradient for ---------------------------------------------------------------------
@@ -437,7 +282,7 @@ class Half(nn.Module):
 def unused(world, names, plan):
     torch.manual_seed(0)
     layers = [Half() for _ in range(4)]
-    options = {"mesh": _mesh((2, 2), names)} if names else {"group": world}
+    options = {"mesh": mesh_of((2, 2), names)} if names else {"group": world}
     count = plan.num_micro_batches
     with Pipeline(layers, plan, lambda o, t: o.square().mean(), timeout_s=PATIENCE_S, **options) as pipe:
         optimizer = torch.optim.AdamW(list(pipe.parameters()), lr=0.0, weight_decay=0.0)
@@ -454,7 +299,7 @@ def unused(world, names, plan):
 @pytest.mark.parametrize("names", [("dp", "pp"), None])
 def test_what_nobody_has_a_gradient_for_keeps_none(names, two, four):
     """Also where replicas of a layer lie on both ranks of one pipeline (no mesh: two ranks, chimera)."""
-    for got in (four if names else two).run(unused, names, _plan("chimera", num_layers=4)):
+    for got in (four if names else two).run(unused, names, plan_for("chimera", num_layers=4)):
         for name, size in got.items():
             kind = name.split(".")[1]
             assert (size is None) == (kind in ("never", "frozen") or (kind == "sometimes" and names is None)), name
@@ -463,7 +308,7 @@ def test_what_nobody_has_a_gradient_for_keeps_none(names, two, four):
 def thawed(world):
     torch.manual_seed(0)
     layers = [Half() for _ in range(4)]
-    plan, out = _plan("chimera", num_layers=4), []
+    plan, out = plan_for("chimera", num_layers=4), []
     data = [torch.ones(1, 2, WIDTH, dtype=torch.float64) for _ in range(4)]
     with Pipeline(layers, plan, lambda o, t: o.square().mean(), group=world, timeout_s=PATIENCE_S) as pipe:
         for trained in (False, True, False):
@@ -516,7 +361,7 @@ def outside(world, plan, kind):
 def test_a_module_outside_gets_the_gradient_of_the_batch_it_computed(kind, recompute, two):
     from dataclasses import replace
 
-    plan = _plan("1f1b", num_layers=4)
+    plan = plan_for("1f1b", num_layers=4)
     if recompute:
         plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, 4)
         stages = tuple(replace(s, recompute=True) for s in plan.stages)
@@ -533,6 +378,6 @@ def test_a_module_outside_gets_the_gradient_of_the_batch_it_computed(kind, recom
 
 
 def test_two_first_ranks_share_the_gradient_of_the_batch(two):
-    parts = two.run(outside, _plan("chimera", num_layers=4), "tensor")
+    parts = two.run(outside, plan_for("chimera", num_layers=4), "tensor")
     for k, want in enumerate(parts[0][1]):
         assert float((parts[0][0][k] + parts[1][0][k] - want).abs().max()) <= TOLERANCE

@@ -138,6 +138,6 @@ NOT_IN_ORDER = {"python's random numbers"}
 def test_odd_layers_train_on_two_ranks_as_in_plain_torch(title, two):
     names = [name for name in odd_layers.CASES if name not in NOT_IN_ORDER]
     if not WHOLE and title in TWO_RANKS:  # the slow titles are also run alone, by `make test-torch`
-        names = names[TWO_RANKS.index(title) :: len(TWO_RANKS)]
+        names = names[TWO_RANKS.index(title) :: 2 * len(TWO_RANKS)]
     jobs = [(name, title, plans(2)[title]) for name in names]
     assert [line for rank in two.run(run_cases, jobs, 2) for line in rank] == []

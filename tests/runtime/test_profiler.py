@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -381,6 +382,27 @@ def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_change(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+
+
+def test_no_rank_begins_before_all_have_met() -> None:
+    """A rank whose work was done at once closed its connections while the other still made them: "a rank was lost"."""
+    from octopipe.runtime.ranks.rank_process import all_here
+
+    store, order = torch.distributed.HashStore(), []
+
+    def first() -> None:
+        all_here(store, 2)
+        order.append("works")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    while store.add("octopipe/here", 0) == 0:
+        time.sleep(0.01)
+    time.sleep(0.2)  # long enough to be wrong, if it does not wait
+    order.append("the other comes")
+    all_here(store, 2)
+    thread.join()
+    assert order == ["the other comes", "works"]
 
 
 @pytest.mark.slow

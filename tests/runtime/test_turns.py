@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from executor_models import WIDTH, Block
+from mesh_checks import TOLERANCE, mesh_of, plan_for, worst_error_of
 from ranks import PATIENCE_S
-from test_meshes import TOLERANCE, WIDTH, Block, Experts, _mesh, _plan, _worst
+from test_mesh_experts import Experts
 from test_pairs import with_pairs
 from torch import nn
 from twins import plain_gradients
@@ -140,7 +142,7 @@ def paired(plan: Plan, seed: int) -> Plan:
 
 
 def experts_in_pairs(world, plan: Plan):
-    mesh = _mesh((2, 2), ("ep", "pp"))
+    mesh = mesh_of((2, 2), ("ep", "pp"))
     group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
     torch.manual_seed(3)
     whole = [Block().double() if k % 2 else Experts() for k in range(6)]
@@ -171,7 +173,7 @@ def experts_in_pairs(world, plan: Plan):
                     p.grad = None
                 loss = float(pipe.step(data[part], data[part]))
                 here = {n: g[place : place + 1] if n.endswith("experts") else g for n, g in expected.items()}
-                errors += [_worst(pipe, here), abs(loss - sum(losses) / len(losses))]
+                errors += [worst_error_of(pipe, here), abs(loss - sum(losses) / len(losses))]
     finally:
         turns._Pair.hand_over = before
     return max(errors), handed[0]
@@ -179,7 +181,7 @@ def experts_in_pairs(world, plan: Plan):
 
 @pytest.mark.parametrize(("name", "seed"), [("1f1b", 0), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 3), ("gpipe", 4)])
 def test_pairs_over_ep_give_the_gradients_of_one_process(name: str, seed: int, four) -> None:
-    plan = paired(_plan(name, num_layers=6), seed)
+    plan = paired(plan_for(name, num_layers=6), seed)
     found = four.run(experts_in_pairs, plan)
     assert max(error for error, _ in found) <= TOLERANCE
     assert sum(handed for _, handed in found) > 0, "no exchange was found"
@@ -198,7 +200,7 @@ def dropout_in_pairs(world, plan: Plan):
 
 
 def test_pairs_draw_the_random_numbers_of_single_ops(two) -> None:
-    for first, second in two.run(dropout_in_pairs, paired(_plan("zb-v", num_layers=6), 9)):
+    for first, second in two.run(dropout_in_pairs, paired(plan_for("zb-v", num_layers=6), 9)):
         assert first == second
 
 
@@ -226,5 +228,5 @@ def failing_in_pairs(world, plan: Plan):
 
 
 def test_an_error_inside_a_pair_is_told_in_its_own_words(two) -> None:
-    said = two.run(failing_in_pairs, paired(_plan("1f1b", num_layers=6), 0))
+    said = two.run(failing_in_pairs, paired(plan_for("1f1b", num_layers=6), 0))
     assert any("no such token" in words for words in said), said

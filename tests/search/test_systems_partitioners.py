@@ -228,7 +228,8 @@ def test_mist_recomputes_the_fewest_first_layers_that_fit() -> None:
 
 @pytest.mark.parametrize("name", PARTITIONERS)
 @pytest.mark.parametrize(
-    ("model", "pp", "gib"), [("nemotron-h-56b", 8, 50), ("jamba-52b", 4, 30), ("llama3-8b", 4, 60)]
+    ("model", "pp", "gib"),
+    [pytest.param("nemotron-h-56b", 8, 50, marks=pytest.mark.slow), ("jamba-52b", 4, 30), ("llama3-8b", 4, 60)],
 )
 def test_plans_stay_within_memory(name: str, model: str, pp: int, gib: float) -> None:
     costs = resolve_costs(model, pp=pp, memory_gib=gib)

@@ -74,7 +74,7 @@ def test_the_plan_runs_everywhere_and_is_as_fast_as_promised(seed: int) -> None:
 def test_no_published_system_is_faster(seed: int) -> None:
     costs = uneven(seed, 14)
     steps = rivals(costs, 4, 8)
-    result = tune(costs, 4, 8, iterations=2000, workers=1)
+    result = tune(costs, 4, 8, iterations=draws(2000), workers=1)
     assert result.step_ms <= min(steps.values()) + 1e-9
 
 
@@ -104,7 +104,7 @@ def test_the_same_seed_and_iterations_give_the_same_plan() -> None:
     "how",
     some(
         [*(("--method", method) for method in METHODS), *(("--for", name) for name in TARGETS if name != "octopipe")],
-        quick=[("--method", "best"), ("--method", "octopipe"), ("--for", "megatron")],
+        quick=[("--method", "best"), ("--for", "megatron")],
     ),
     ids=" ".join,
 )
@@ -224,8 +224,8 @@ def test_counted_moves_are_made_however_long_they_take() -> None:
 @pytest.mark.parametrize("method", some(["octopipe", "random"]))
 def test_counted_iterations_of_algorithm_1_know_no_clock_either(method: str) -> None:
     costs = uneven(6, 12, rank_memory_bytes=(40.0,))
-    quick, slow = (tune(costs, 3, 4, method=method, iterations=12, budget_s=s, seed=2) for s in (1e-3, 100.0))  # type: ignore[arg-type]
-    assert quick.iterations == slow.iterations == 12
+    quick, slow = (tune(costs, 3, 4, method=method, iterations=5, budget_s=s, seed=2) for s in (1e-3, 100.0))  # type: ignore[arg-type]
+    assert quick.iterations == slow.iterations == 5
     assert quick.plan.stages == slow.plan.stages and quick.plan.orders == slow.plan.orders
 
 

@@ -146,8 +146,9 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
 
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
+    from octopipe.base.errors import OctoPipeError
     from octopipe.cli.verbs.lengths import settle_images, settle_lengths
-    from octopipe.costs.resolve import resolve_costs
+    from octopipe.costs.resolve import resolve_costs, resolve_spec
 
     model = model_from(args)
     refuse_idle_flags(args, model)
@@ -158,7 +159,13 @@ def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     given.pop("model")
     if given.get("recompute") == "auto":
         given["recompute"] = "none"  # the first step of it
-    return resolve_costs(model, pp=args.pp, micro_batches=args.micro_batches, **(given | changes))
+    source: Any = model
+    if getattr(args, "mtp", False):
+        spec = resolve_spec(model)
+        if spec is None:
+            raise OctoPipeError(f"{model} contains times, and says itself whether its layers fork; leave --mtp out")
+        source = spec.with_prediction_paths()
+    return resolve_costs(source, pp=args.pp, micro_batches=args.micro_batches, **(given | changes))
 
 
 class PriceFrom:

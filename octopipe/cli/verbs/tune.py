@@ -109,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow plans that split the head, and with it the embedding, by vocabulary over several ranks",
     )
     parser.add_argument(
+        "--mtp",
+        action="store_true",
+        help="multi-token prediction as a path of its own, as `octopipe train --mtp` runs it",
+    )
+    parser.add_argument(
         "--offload",
         action="store_true",
         help="allow plans that offload activations to host memory where memory is short (docs/offload.md)",
@@ -203,7 +208,8 @@ def run(args: argparse.Namespace) -> int:
         output=args.output,
         target=args.target,
         contended=contended(plan, costs, args.model),
-        predicts="P" in costs.symbols,
+        predicts="P" in costs.symbols and costs.graph is None,
+        forks=costs.graph is not None,
     )
     if args.json:
         print_json(summary(told))

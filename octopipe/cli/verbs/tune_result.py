@@ -83,7 +83,9 @@ class Told:
     """The runtime that the plan was searched for."""
     contended: Timeline | None = None
     predicts: bool = False
-    """Whether the plan's layers include multi-token prediction."""
+    """Whether the plan's layers include multi-token prediction, as one layer."""
+    forks: bool = False
+    """Whether they include it as a path of its own."""
 
 
 def gap_words(gap: float) -> str:
@@ -261,11 +263,12 @@ def tell(told: Told, out: Console) -> None:
         if told.predicts:
             out.print(
                 "the plan counts the model's multi-token prediction as one layer, as Megatron-LM has it; for `octopipe "
-                "train --mtp`, tune a profile (octopipe profile --mtp)",
+                "train --mtp`, tune with --mtp, or tune a profile (octopipe profile --mtp)",
                 markup=False,
             )
         elif told.model is not None and told.target == "octopipe":
-            out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
+            more = " --mtp" if told.forks else ""
+            out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}{more}", markup=False)
         # The text formats of other trainers know no layer on two ranks, no path that forks and no host memory.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
         out.print(

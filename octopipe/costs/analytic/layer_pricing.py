@@ -392,8 +392,8 @@ def priced(
         forward = max(forward, host_ms) + HIDDEN_COST * min(forward, host_ms)
         backward = max(backward, host_ms) + HIDDEN_COST * min(backward, host_ms)
         workspace, activation = workspace + activation, 0.0
-    # The head hands nothing on; a prediction module hands on two hidden states.
-    tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
+    # The head hands nothing on; a prediction module hands on two hidden states, unless it is on a path of its own.
+    tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) and not layer.own_path else 1
     values = tensors * passed_on(layer, seq=setup.seq, sequences=setup.micro_batch_size)
     cost = LayerCost(
         forward_ms=forward,

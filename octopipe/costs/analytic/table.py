@@ -29,6 +29,7 @@ from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights
 from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
 from octopipe.costs.analytic.items import NEARLY_NONE, items_of_micro_batches, settled
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced, reduce_ms, strides_of
+from octopipe.costs.analytic.prediction_paths import graph_of
 from octopipe.costs.analytic.traffic import Exchange, ring_ms
 from octopipe.costs.analytic.work import Flops
 from octopipe.costs.cluster.hardware import Cluster, Link
@@ -208,6 +209,7 @@ def setup_costs(
         setup=setup,
         tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
         segments=_segments(costs, pricing.exchange) if lanes else None,
+        graph=graph_of(spec, pricing, columns["static_bytes"]),
         **columns,  # type: ignore[arg-type]
     )
 
@@ -293,7 +295,7 @@ def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tup
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
     """Bytes that a tied head shares with the embedding; none if both are sharded over all ranks."""
     shared = spec.layers[-1].tied_parameters
-    if not shared or pricing.setup.vocab_parallel or not _has_table(spec.layers[0]):
+    if not shared or spec.takes or pricing.setup.vocab_parallel or not _has_table(spec.layers[0]):
         return 0.0
     weights = Weights(shared / pricing.cluster.tp, 0.0)
     still = pricing.setup.lora is not None or "frozen" in {*layer_states(spec.num_layers, pricing.setup.frozen)}

@@ -214,7 +214,8 @@ class Numbers(Kind):
     def _above_zero(self, name: str, value: object) -> float:
         number = finite(value)
         if number is None or not 0 < number <= MAX_TIME_MS:
-            raise OctoPipeError(f"{name} is {brief(value)}; give a finite number > 0, at most {MAX_TIME_MS:g}")
+            each = "" if isinstance(value, (int, float)) else ", or a list of them, one per pipeline rank"
+            raise OctoPipeError(f"{name} is {brief(value)}; give a finite number > 0, at most {MAX_TIME_MS:g}{each}")
         return number
 
     def of_text(self, text: str) -> list[float]:

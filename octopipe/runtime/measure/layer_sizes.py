@@ -16,6 +16,7 @@ from octopipe.costs.analytic.flops import layer_flops
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
+from octopipe.costs.table import CostTable
 from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
 
@@ -35,6 +36,12 @@ def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
     if spec.layer_parameters:
         return list(spec.layer_parameters)
     return [spec.training_parameters // spec.num_layers] * spec.num_layers
+
+
+def equal_costs(spec: ModelSpec | HfModel) -> CostTable:
+    """Equal layers, connected as those of the model are: for plans that are made before anything was measured."""
+    graph = None if isinstance(spec, ModelSpec) else spec.graph()
+    return CostTable.uniform(num_layers=spec.num_layers, model=spec.name).replace(graph=graph)
 
 
 def layer_activations(

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.routing import Routing
 from octopipe.costs.table import CostTable
+from octopipe.runtime.measure.connections import ends_of, input_of, loss_of
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
@@ -136,13 +138,16 @@ class LayerRing:
         target: Any,
         *,
         groups: Sequence[int] | None = None,
+        takes: Sequence[Sequence[int]] = (),
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
         rounds: int = 0,
         precision: str = "",
         graphs: bool = False,
     ):
-        """`tell` hears how far the measurement has come; of how many `rounds` in all, where that is known."""
+        """`takes`: which layers' outputs every layer takes, where that is not the layer before it; `loss_fn` is then
+        `PathLosses`. `tell` hears how far the measurement has come; of how many `rounds` in all, where that is known.
+        """
         self._tell = tell
         self._began = time.perf_counter()
         if not layers:
@@ -161,8 +166,18 @@ class LayerRing:
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
         self._rounds = Rounds(self._group_of, tell, total=rounds)
+        self._forks = bool(takes)
         self._ready, self._memory, self._tokens_per_expert = _prepare(
-            layers, self._group_of, sample, loss_fn, target, self._device, self._rounds, precision or "fp32", graphs
+            layers,
+            self._group_of,
+            takes,
+            sample,
+            loss_fn,
+            target,
+            self._device,
+            self._rounds,
+            precision or "fp32",
+            graphs,
         )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
@@ -227,6 +242,8 @@ class LayerRing:
 
     def _measure_shards(self, repeats: int) -> None:
         """Time parts of the embedding and of the head, where a plan could gain by cutting them (collective)."""
+        if self._forks:
+            return
         median = np.median(np.concatenate(self._loaded), axis=0)
         times = median.sum(axis=1)[self._group_of].tolist()
 
@@ -286,6 +303,7 @@ class LayerRing:
 def _prepare(
     layers: Sequence[nn.Module | Callable[[], nn.Module]],
     group_of: Sequence[int],
+    takes: Sequence[Sequence[int]],
     sample: Any,
     loss_fn: Callable[..., Tensor],
     target: Any,
@@ -294,25 +312,26 @@ def _prepare(
     precision: str,
     graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory], tuple[tuple[float, ...], ...]]:
-    """Build one layer per group, feed each what the layer before it made, and read its memory and its routing."""
+    """Build one layer per group, feed each what the layers that it takes made, and read its memory and its routing."""
     ready: dict[int, Layer] = {}
     memory: dict[int, LayerMemory] = {}
     routed: dict[int, tuple[float, ...]] = {}
     leaves: list[Any] = []
     flatten(sample, leaves)
     # Whether a gradient has anywhere to go: to trained parameters below, or to a sample that asks for one.
-    value, passes = sample, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    passes = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    ends = {i: loss_of(loss_fn, i, target) for i in ends_of(len(group_of), takes)}
+    outputs: dict[int, Any] = {-1: sample}
     for i, g in enumerate(group_of):
+        value = input_of(i, takes, outputs)
         if g not in ready:
             made = layers[i]
-            last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
             rounds.preparing(g, type(module).__name__)
             began = time.perf_counter()
             try:
-                then = (lambda out: loss_fn(out, target)) if last else None
                 with routing_heard() as heard:
-                    ready[g] = Layer(module, value, then, i == 0 or not passes, precision, graphs)
+                    ready[g] = Layer(module, value, ends.get(i), i == 0 or not passes, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
@@ -321,7 +340,7 @@ def _prepare(
             memory[g] = memory_of(ready[g], device)
             ready[g].capture()
         passes = passes or any(p.requires_grad for p in ready[g].module.parameters())
-        value = ready[g].output
+        outputs[i] = ready[g].output
     every = sorted(ready)
     return [ready[g] for g in every], [memory[g] for g in every], tuple(routed[g] for g in every)
 
@@ -344,12 +363,13 @@ def assemble(
     memory_bytes: float | None = None,
     op_overhead_ms: float = 0.0,
     tied: bool = False,
+    graph_of: Callable[[Sequence[float]], LayerGraph | None] | None = None,
     mode: Mode | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Profile:
     """One profile of what all ranks measured. `state_factor`: the optimizer's moments, each as large as what it updates
-    (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are the embedding's. `mode`: how the
-    layers ran."""
+    (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are the embedding's. `graph_of`: the
+    connections of the layers, given what each of them holds. `mode`: how the layers ran."""
     first = ranks[0]
     if len(symbols) != len(first.group_of):
         raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
@@ -380,6 +400,7 @@ def assemble(
         stash_bytes=stash,
         static_bytes=static,
         tied_bytes=float(min(static[0], static[-1])) if tied else 0.0,
+        graph=None if graph_of is None else graph_of(static.tolist()),
         gradient_bytes=sizes("gradient_bytes"),
         boundary_bytes=sizes("boundary_bytes"),
         workspace_bytes=sizes("workspace_bytes") + resident,

@@ -29,7 +29,7 @@ def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
     """
     costs = profile.costs
     if costs.exchanges:  # pipelines that share experts must run the same plan, and each has measured its own times
-        costs = CostTable.uniform(num_layers=costs.num_layers)
+        costs = CostTable.uniform(num_layers=costs.num_layers).replace(graph=costs.graph)
     plan = build_plan("gpipe", costs, ranks, max(4, ranks), split_backward=True)
     orders = []
     for order in plan.orders:

@@ -17,6 +17,7 @@ import torch
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.profile_file import Profile
+from octopipe.huggingface.described import HfModel
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.forecast import UNFIT, check_device_memory
@@ -156,6 +157,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
         work.loss(layers),
         work.targets(device, 1)[0],
         groups=work.groups,
+        takes=getattr(work.spec, "takes", ()),
         group=world.control,
         tell=tell,
         rounds=rounds,
@@ -191,6 +193,7 @@ def _profile(
     return assemble(
         gather(mine, world.control),
         tied=bool(last) and bool(getattr(last[0], "tied", False)),
+        graph_of=work.spec.graph if isinstance(work.spec, HfModel) else None,
         model=work.spec.name,
         symbols=work.spec.pattern,
         tokens=work.tokens * work.micro_batch_size,
@@ -258,6 +261,7 @@ def side_by_side(
                 run.step(timed=k >= warm_up)
         fresh = _profile(work, world, device, ring.measured(), profile.costs.network.pairs, 0.0, dict(profile.about))
         static = {"static_bytes": profile.costs.static_bytes, "tied_bytes": profile.costs.tied_bytes}
+        static["graph"] = profile.costs.graph
         fresh = fresh.with_costs(fresh.costs.replace(**static))
         fresh = rehearsed(fresh, own, rehearsal.timelines, world)
         return fresh, {name: run.trial() for name, run in zip(plans, runs)}

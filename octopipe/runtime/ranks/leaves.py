@@ -56,9 +56,12 @@ class LeafWatch:
         return all(world.gather(done))
 
     def stop(self) -> None:
+        """Look at nothing any more, and hold on to nothing: an executor that is given up is released at once, with its
+        groups' threads and sockets, and not when Python next looks for circles."""
         for number, watching in self._watched.items():
             if self._executor.chains.get(number) is watching:
                 self._executor.chains[number] = watching.chain
+        self._watched = {}
 
     def _look(self, watching: _Watching, stage: Any, run: Any) -> None:
         registered = {id(p) for m in stage.modules for p in m.parameters()}

@@ -119,6 +119,7 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         with moment("while ranks met"), told(start.group_timeout_s):
             store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
             dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
+            all_here(store, start.size)
         send("ready", None)
         tell = partial(send, "told") if rank == 0 else unheard
         seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=tell)
@@ -135,6 +136,17 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         give_back_semaphores()
         # Threads of a broken process group would keep a failed rank from ending.
         os._exit(0 if good else 1)
+
+
+def all_here(store: Any, size: int) -> None:
+    """Return once every rank has come this far.
+
+    A rank has joined a group as soon as its own connections stand. One with little to do would end, and close them,
+    while another is still joining: that one would then report a lost peer.
+    """
+    if store.add("octopipe/here", 1) == size:
+        store.set("octopipe/all here", "1")
+    store.wait(["octopipe/all here"])
 
 
 def load_kernels_early() -> None:

@@ -15,6 +15,7 @@ from octopipe.costs.mode import Mode, precision_of, refuse_on_cpu, refuse_other_
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
+from octopipe.plans.branches import along_graph
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.runtime.training.data.opening import Reading
@@ -174,6 +175,12 @@ class TrainJob:
                 raise OctoPipeError("adapt supports one pipeline only; leave --dp out")
             if self.profile is None and not self.measure:
                 raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
+        if (
+            self.plan is not None
+            and self.plan.num_layers == self.spec.num_layers
+            and not isinstance(self.spec, ModelSpec)
+        ):
+            object.__setattr__(self, "plan", along_graph(self.plan, self.spec.graph()))
         if self.plan is not None:
             if self.plan.num_ranks != self.pp:
                 raise OctoPipeError(
@@ -208,7 +215,7 @@ class TrainJob:
         if predicts and plan.num_layers == self.spec.num_layers + predicts:
             return (
                 f"{words}the plan counts its multi-token prediction as a config says it; plan the layers that run: "
-                "octopipe profile --mtp, then tune the profile and train with --mtp"
+                "octopipe tune --mtp, or octopipe profile --mtp, then tune the profile; and train with --mtp"
             )
         if predicts and plan.num_layers == self.spec.num_layers + 2 * predicts:
             return f"{words}the plan was made with its multi-token prediction; add --mtp"

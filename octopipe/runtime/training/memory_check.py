@@ -15,12 +15,11 @@ from typing import Any
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.profile_file import Profile
-from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.forecast import GIB, PROCESS_BYTES, UNFIT
 from octopipe.runtime.measure.host_memory import free_host_bytes
-from octopipe.runtime.measure.layer_sizes import layer_activations, layer_parameters
+from octopipe.runtime.measure.layer_sizes import equal_costs, layer_activations, layer_parameters
 from octopipe.runtime.precision import has_main_gradients
 from octopipe.runtime.training.job import TrainJob
 from octopipe.search.systems import build_plan
@@ -95,7 +94,7 @@ def stand_in_plan(job: TrainJob) -> Plan:
     """The plan a run is checked with before it has one: given, or its system's for equal layers."""
     if job.plan is not None:
         return job.plan
-    costs = CostTable.uniform(num_layers=job.spec.num_layers)
+    costs = equal_costs(job.spec)
     try:
         return build_plan(job.system if job.tune_s is None else "1f1b", costs, job.pp, job.num_micro_batches)
     except OctoPipeError:  # whoever makes the plan for good says what is wrong

@@ -22,13 +22,13 @@ from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.base.files import shown
 from octopipe.costs.analytic.items import NEARLY_NONE
 from octopipe.costs.profile_file import Profile
-from octopipe.costs.table import CostTable
 from octopipe.huggingface.described import HfModel
 from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import carried
 from octopipe.runtime.measure.host_memory import free_host_bytes
+from octopipe.runtime.measure.layer_sizes import equal_costs
 from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, tune_on_ranks
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
@@ -142,7 +142,7 @@ def item_factor(job: TrainJob) -> Any:
 def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:
     if job.plan is not None:
         return job.plan
-    costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
+    costs = equal_costs(job.spec) if profile is None else profile.costs
     if profile is None and job.groups:
         costs = costs.replace(micro_batch_factor=length_factor(job))
     beside = {} if profile is None else carried(costs)

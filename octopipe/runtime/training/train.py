@@ -40,7 +40,7 @@ from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.adapt import Adapter, switch
 from octopipe.runtime.training.checkpoint import Saving, load_checkpoint, read_record
-from octopipe.runtime.training.data.batches import StepLoss
+from octopipe.runtime.training.data.batches import step_loss
 from octopipe.runtime.training.data.corpus import Windows
 from octopipe.runtime.training.data.opening import open_source
 from octopipe.runtime.training.evaluate import evaluate
@@ -175,7 +175,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         return Pipeline(
             layers,
             plan,
-            StepLoss(work.loss(layers), shifted=isinstance(layers, LayerList)),
+            step_loss(work.loss(layers), shifted=isinstance(layers, LayerList)),
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,

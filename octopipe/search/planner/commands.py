@@ -84,8 +84,8 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
         )
     if any(isinstance(layer, Mtp) for layer in spec.layers):
         raise OctoPipeError(
-            "`octopipe train` needs a plan of its own layers for multi-token prediction: octopipe profile --mtp, then "
-            "tune the profile"
+            "`octopipe train` needs a plan of its own layers for multi-token prediction: octopipe tune --mtp, or "
+            "octopipe profile --mtp, then tune the profile"
         )
     if setup.recompute != "none":
         raise OctoPipeError(

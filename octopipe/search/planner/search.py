@@ -411,8 +411,7 @@ def _today(
 
 
 def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
-    """The error if no split fits: the split that needs least memory, how much it lacks, and whether host memory would
-    help."""
+    """The error if no split fits: the leanest split, what it lacks, and whether host memory would help."""
     words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
     small = [split for split in every if split.zero < 2]
     if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:

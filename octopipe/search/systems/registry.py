@@ -26,6 +26,7 @@ from typing import Any
 from octopipe.base.errors import NotApplicableError, OctoPipeError
 from octopipe.base.limits import refuse_too_large
 from octopipe.costs.table import CostTable
+from octopipe.plans.branches import along_graph
 from octopipe.plans.plan import Plan
 
 BUILT_IN = (
@@ -161,6 +162,8 @@ def build_plan(
     """The checked plan of a system. `split_backward` True splits B into I and W where the system does not."""
     check_sizes(costs, num_ranks, num_micro_batches)
     entry = get_system(name)
+    # Published systems know chains: their plans are made for the layers one after another, then connected as they are.
+    graph, costs = costs.graph, costs.as_chain()
     setting = Setting(costs=costs, num_ranks=num_ranks, num_micro_batches=num_micro_batches, options=options)
     plan = entry.policy(setting)
     if idle := sorted(set(options) - setting.asked):
@@ -175,7 +178,7 @@ def build_plan(
             f"{name}: it recomputes layer {min(bad)}, which did something else when it was run a second time in the "
             "profile; use a system that does not recompute"
         )
-    return plan.with_extra(system=name).check(name)
+    return along_graph(plan.with_extra(system=name).check(name), graph)
 
 
 def require(condition: bool, name: str, reason: str) -> None:

@@ -156,6 +156,32 @@ def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool
         )
 
 
+def _search_graph(
+    setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
+    lower_bound_ms: float,
+) -> tuple[Found, list[str]]:  # fmt: skip
+    """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
+    from octopipe.search.graphs.branches import check_graph, search_graph  # which uses parts of this package
+
+    costs, num_ranks, num_micro_batches = setting
+    check_graph(costs, asked.target, common["start"], cut_head=asked.cut_head, offload=asked.offload)
+    notes: list[str] = []
+
+    def search_chain(chain: CostTable, seconds: float) -> Found:
+        changed = common | {"budget_s": seconds}
+        found, _, more = _searched(
+            (chain, num_ranks, num_micro_batches), asked, changed, workers=workers, lower_bound_ms=lower_bound_ms
+        )
+        notes[:] = more
+        return found
+
+    found = search_graph(
+        costs, num_ranks, budget_s=common["budget_s"], seed=common["seed"], counted=common["iterations"] is not None,
+        search_chain=search_chain,
+    )  # fmt: skip
+    return found, notes
+
+
 def _bound_for(
     chosen: Plan, plans: PlanClass, setting: tuple[CostTable, int, int], solved: Solved | None, bound: tuple[str, float]
 ) -> tuple[PlanClass, str, float]:
@@ -210,7 +236,10 @@ def _searched(
     lower_bound_ms: float,
 ) -> tuple[Found, Solved | None, list[str]]:  # fmt: skip
     """Run the selected search. Returns what it found, what the solver proved (if it ran), and notes for the user."""
-    costs, notes = setting[0], []
+    costs, notes = setting[0], list[str]()
+    if costs.graph is not None:
+        found, notes = _search_graph(setting, asked, common, workers=workers, lower_bound_ms=lower_bound_ms)
+        return found, None, notes
     if asked.method == "exact":
         solved = solve(*setting, workers=workers, **common)
         if costs.exchanges:
@@ -379,7 +408,7 @@ def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
     return PlanClass(
         recompute=plans.recompute or recomputes,
         copies=plans.copies or bool(plan.replicas()),
-        cuts_head=plans.cuts_head or plan.forks,
+        cuts_head=plans.cuts_head or bool(plan.shards()),
         offloads=plans.offloads or plan.offloads,
     )
 

@@ -30,6 +30,9 @@ Where ops exchange tokens between expert ranks, a rank has two lanes, and pairs 
 argument about a rank's work then holds for each lane with the lane's own part of the work, and the stronger of the two
 counts; how long a micro-batch takes through the layers before or after is the ops' whole time in both.
 
+Where layers fork and join (`CostTable.graph`), the bounds are those of the longest path, and the work is that of all
+layers.
+
 All but work and loads-without-heads assume that every rank is used; otherwise one rank fewer shares the work,
 so the result is capped by the work bound of one rank fewer.
 """
@@ -95,6 +98,14 @@ def bounds(
     offloads: bool = False,
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
+    if costs.graph is not None:
+        # Without the layers beside one path, a plan is a plan for that path's chain, and no slower.
+        work = _work(with_least_work(costs), num_ranks, num_micro_batches)
+        path = costs.graph.longest((costs.forward_ms + costs.input_ms).tolist())
+        if len(path) < num_ranks:
+            return (work,)
+        less = bounds(costs.only(path), num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)
+        return _ordered([*(bound for bound in less if bound.name != work.name), work])
     if offloads:  # what lies in host memory limits nothing
         nothing = np.zeros(costs.num_layers)
         costs = costs.replace(activation_bytes=nothing, stash_bytes=nothing)

@@ -8,7 +8,6 @@ know: what a transfer costs in time (the simulator times it), or Table III.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -17,6 +16,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.plans.price import prices_kept
+from octopipe.simulation.hide_transfers import with_op_moved
 from octopipe.simulation.lowering import Channel, Program, lower
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import Timeline
@@ -69,7 +69,7 @@ def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, 
         limit_ms = makespan_ms(plan, costs) * (1.0 + slack) * (1.0 + ROUNDING)
         best, share = plan, share_of(plan, costs)
         for _ in range(moves):
-            other = _moved(best, dice)
+            other = with_op_moved(best, dice, REACH)
             if other is None:
                 continue
             try:
@@ -83,15 +83,3 @@ def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, 
             if found >= share and timeline.fits:
                 best, share = other, found
     return best
-
-
-def _moved(plan: Plan, dice: random.Random) -> Plan | None:
-    """One op of one rank a few places earlier or later."""
-    rank = dice.randrange(plan.num_ranks)
-    order = list(plan.orders[rank])
-    here = dice.randrange(len(order))
-    there = here + dice.choice(REACH) * dice.choice((-1, 1))
-    if not 0 <= there < len(order):
-        return None
-    order.insert(there, order.pop(here))
-    return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))

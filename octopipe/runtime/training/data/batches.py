@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.stages.shards import CutLoss, cut_loss
 from octopipe.runtime.training.data.source import IGNORED, Source
 
-__all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "micro_batches"]
+__all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "micro_batches", "step_loss"]
 
 
 def micro_batches(
@@ -113,10 +114,19 @@ class StepLoss:
         labels, items = target["labels"], target["items"]
         if self._shifted:
             # An evaluation is about tokens alone: what balances routers is part of training.
+            if target.get("tokens_alone") and getattr(self._loss, "in_training_alone", False):
+                return output.new_zeros(())  # type: ignore[no-any-return]
             output = output[0] if target.get("tokens_alone") and isinstance(output, tuple) else output
             return self._loss(output, {"shift_labels": labels, "num_items_in_batch": items})
         value = self._loss(output, labels)
         return value * ((labels != IGNORED).sum() / items).to(value.dtype)
+
+
+def step_loss(loss: Callable[..., Tensor] | PathLosses, *, shifted: bool) -> StepLoss | PathLosses:
+    """The loss of a run: `StepLoss`, of every layer that ends a path."""
+    if isinstance(loss, PathLosses):
+        return loss.each(lambda one: StepLoss(one, shifted=shifted))
+    return StepLoss(loss, shifted=shifted)
 
 
 class StepLossOfShards:

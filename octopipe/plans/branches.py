@@ -1,0 +1,78 @@
+"""A plan for a chain of layers as a plan for layers that fork and join.
+
+Knows: how the stages of a chain are divided where layers are connected otherwise, the edges between them, and where
+the ops of the parts stand. Does not know: times or how plans are searched.
+
+The layers of a graph are numbered so that a forward could run them one after the other. Every plan for that chain is
+therefore also a plan for the graph: a stage that contains a fork, a join or an end becomes several stages on the same
+rank, and each of its ops becomes the ops of the parts, in the order of the layers (backward: in reverse). What the
+graph requires of the order of ops is a part of what the chain requires.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.layer_graph import LayerGraph
+from octopipe.plans.op import Op, Stage
+from octopipe.plans.paths import Edge
+from octopipe.plans.plan import Plan
+
+
+def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
+    """The plan with the connections of the graph; plans that fork already stay as they are."""
+    if graph is None or plan.forks:
+        return plan
+    if plan.num_layers != graph.num_layers:
+        raise OctoPipeError(f"the plan has {plan.num_layers} layers, the graph {graph.num_layers}; use the plan's own")
+    if plan.pairs:
+        raise OctoPipeError("the plan has pairs of ops, and the layers fork; the executor supports only one of the two")
+    stages: list[Stage] = []
+    parts: list[list[int]] = []
+    again = {(op.stage, op.micro_batch) for order in plan.orders for op in order if op.kind == "R"}
+    for s, stage in enumerate(plan.stages):
+        inside = [k for k in graph.borders if stage.first < k < stage.stop]
+        ends = [stage.first, *inside, stage.stop]
+        parts.append(list(range(len(stages), len(stages) + len(ends) - 1)))
+        if inside and all(number != s for number, _ in again):
+            stage = replace(stage, recompute=False)  # its backward directly follows its forward
+        stages += [_part(stage, first, stop) for first, stop in itertools.pairwise(ends)]
+    routes = tuple(tuple(part for s in route for part in parts[s]) for route in plan.routes)
+    return replace(
+        plan,
+        stages=tuple(stages),
+        orders=tuple(
+            tuple(made for op in order for made in _ops(op, parts[op.stage], stages, again)) for order in plan.orders
+        ),
+        routes=routes,
+        edges=tuple(_edges(route, stages, graph) for route in routes),
+    ).check()
+
+
+def _part(stage: Stage, first: int, stop: int) -> Stage:
+    again = stage.recompute
+    if isinstance(again, tuple):
+        again = tuple(k for k in again if first <= k < stop) or False
+    return replace(stage, first=first, stop=stop, recompute=again)
+
+
+def _ops(op: Op, parts: list[int], stages: list[Stage], again: set[tuple[int, int]]) -> list[Op]:
+    """An op of a stage as ops of its parts; only parts that recompute something have an R.
+
+    A stage may recompute some micro-batches and run the backward of others directly behind their forward. The forwards
+    of its parts stand between the two, so that the parts recompute these micro-batches as well.
+    """
+    redone = [s for s in parts if stages[s].recomputed_layers]
+    mine = redone if op.kind == "R" else parts
+    made = [Op(s, op.kind, op.micro_batch) for s in (mine if op.kind in "FR" else reversed(mine))]
+    if op.kind in "IB" and len(parts) > 1 and (op.stage, op.micro_batch) not in again:
+        return [*(Op(s, "R", op.micro_batch) for s in redone), *made]
+    return made
+
+
+def _edges(route: tuple[int, ...], stages: list[Stage], graph: LayerGraph) -> tuple[Edge, ...]:
+    """Inputs of a stage in the order in which its first layer takes them."""
+    ending = {stages[s].stop - 1: s for s in route}
+    return tuple((ending[k], s) for s in route for k in graph.takes[stages[s].first])

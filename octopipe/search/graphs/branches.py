@@ -1,0 +1,196 @@
+"""Plans for layers that fork and join on the way: found for the chain of the layers, then improved along their graph.
+
+Knows: how a plan of the chain becomes one of the graph, that stages beside the trunk may go to any rank, and local
+search on the orders. Does not know: how plans of chains are found, or how a graph's plan is made (`plans/branches`).
+
+The default search is a search for chains, and the layers of a graph are numbered so that they form one. Its plans are
+connected as the graph says, which can only shorten them, then every stage of a branch is tried on every rank, and in
+the rest of the time single ops are moved within their ranks' orders.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.branches import along_graph
+from octopipe.plans.paths import neighbours
+from octopipe.plans.plan import KINDS, Op, Plan
+from octopipe.plans.price import boundary_bytes, stage_memory, stage_times, static_bytes, workspace_bytes
+from octopipe.search.graphs.layout import Priced, Prices
+from octopipe.search.graphs.orders import Waits, follow, polish
+from octopipe.search.result import Found, Step
+from octopipe.search.tuner.core.problem import make_rng
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+
+SearchChain = Callable[[CostTable, float], Found]
+BRANCH_SHARE = 0.25
+"""Share of the time in which plans of the graph are improved."""
+TRIED, TIGHTER, ATTEMPTS = 3, 0.9, 4
+"""Plans of the chain that are connected; the share of the memory that the next search for chains gets where none of
+them fits, and how many searches there are."""
+HOT, COLD, MOVES = 4e-4, 2e-5, 200
+"""Temperature of polishing, as a share of the makespan, and moves between two looks at the clock."""
+POLISH_MOVES = 200
+"""Times `MOVES` where moves are counted instead of time."""
+Judged = tuple[Plan, Timeline]
+
+
+def check_graph(costs: CostTable, target: str, start: Plan | None, *, cut_head: bool, offload: bool) -> None:
+    """Reject what searches along a graph of layers do not support."""
+    what = "--cut-head" if cut_head else "--offload" if offload else f"--for {target}" if target != "octopipe" else ""
+    why = "that runtime runs chains" if target != "octopipe" else "the two cannot be combined"
+    if not what and start is not None and start.forks:
+        what, why = "--start", "the search begins with chains"
+    if what:
+        raise OctoPipeError(f"{costs.model} has layers that fork (multi-token prediction), and {why}; leave {what} out")
+
+
+def search_graph(
+    costs: CostTable, num_ranks: int, *, budget_s: float, seed: int, counted: bool, search_chain: SearchChain
+) -> Found:
+    """The best plan along the graph of the costs. `counted`: moves are counted, so that time decides nothing."""
+    began = time.monotonic()
+    chain, searched = costs.as_chain(), budget_s * (1.0 - BRANCH_SHARE)
+    for attempt in range(ATTEMPTS):
+        found = search_chain(chain, searched if attempt == 0 else searched / ATTEMPTS)
+        plans = [found.plan, *(plan for plan in found.finalists if plan is not found.plan)][:TRIED]
+        judged = [(plan, simulate(plan, costs)) for plan in (along_graph(plan, costs.graph) for plan in plans)]
+        fitting = sorted((one for one in judged if one[1].fits), key=lambda one: one[1].step_ms)
+        if fitting:
+            break
+        room = tuple(TIGHTER * chain.capacity_bytes(r) for r in range(num_ranks))
+        chain = chain.replace(rank_memory_bytes=room)
+    else:
+        raise DoesNotFitError(
+            f"{costs.model}: plans fit while the layers are a chain, and none was found that also has room for what "
+            "its branches hand over; give more memory, or a smaller --micro-batch-size"
+        )
+    best = fitting[0]
+    before = best[1].step_ms
+    if not found.interrupted:
+        until = began + budget_s
+        best = min((_placed(one, costs) for one in fitting), key=lambda one: one[1].step_ms)
+        best = _polished(best, costs, seed=seed, until=None if counted else until)
+    seconds = time.monotonic() - began
+    step = Step(found.iterations, seconds, "schedule", "branches", before, best[1].step_ms, best[1].step_ms)
+    return replace(found, plan=best[0], timeline=best[1], log=[*found.log, step], finalists=[best[0]])
+
+
+def _branches(plan: Plan, costs: CostTable) -> list[int]:
+    """Stages of the layers that are not on the way to the last fork: heads, and what is behind them."""
+    assert costs.graph is not None
+    takers: dict[int, int] = {}
+    for row in costs.graph.takes:
+        for k in row:
+            takers[k] = takers.get(k, 0) + 1
+    fork = max((k for k, count in takers.items() if count > 1 and k > 0), default=costs.num_layers)
+    first = next((k for k in costs.graph.ends if k > 0), costs.num_layers)
+    return [s for s, stage in enumerate(plan.stages) if stage.first > min(fork, first - 1)]
+
+
+def _placed(best: Judged, costs: CostTable) -> Judged:
+    """Every stage of a branch on the rank where it is best, one after the other, until nothing gets better."""
+    if best[0].replicas() or len(best[0].routes) > 1:
+        return best
+    better = True
+    while better:
+        better = False
+        for s in _branches(best[0], costs):
+            for rank in range(best[0].num_ranks):
+                if rank == best[0].stages[s].rank:
+                    continue
+                plan = _moved(best, s, rank)
+                timeline = simulate(plan, costs)
+                if timeline.fits and timeline.step_ms < best[1].step_ms - 1e-9:
+                    best, better = (plan, timeline), True
+    return best
+
+
+def _moved(judged: Judged, stage: int, rank: int) -> Plan:
+    """The plan with a stage on another rank, whose ops stand there by the time at which they ran before."""
+    plan, spans = judged[0], judged[1].spans
+    rows: list[list[tuple[float, float, Op]]] = [[] for _ in range(plan.num_ranks)]
+    for k in range(spans.stage.size):
+        op = Op(int(spans.stage[k]), KINDS[spans.kind[k]], int(spans.micro_batch[k]))
+        at = rank if op.stage == stage else int(spans.rank[k])
+        rows[at].append((float(spans.start_ms[k]), float(spans.end_ms[k]), op))
+    stages = tuple(replace(one, rank=rank) if s == stage else one for s, one in enumerate(plan.stages))
+    depth = {s: k for k, s in enumerate(plan.routes[0])}
+
+    def turn(entry: tuple[float, float, Op]) -> tuple[float, float, int]:
+        start, end, op = entry  # ops that take no time stand in the order in which they depend on each other
+        return start, end, depth[op.stage] if op.kind == "F" else len(depth) - depth[op.stage]
+
+    orders = tuple(tuple(op for *_, op in sorted(row, key=turn)) for row in rows)
+    moved = replace(plan, stages=stages, orders=orders)
+    return moved if not moved.problems() else plan
+
+
+def priced(plan: Plan, costs: CostTable) -> Priced:
+    """The costs of a plan as the kernels of `orders` read them."""
+    stages, count = len(plan.stages), plan.num_micro_batches
+    prices = Prices(costs, plan.num_ranks, count)
+    times, memory = stage_times(plan, costs), stage_memory(plan, costs)
+    before, after = neighbours(plan.routes, plan.edges, stages)
+    rank = np.array([s.rank for s in plan.stages], np.int64)
+    share = np.ones((len(plan.routes), stages))
+    for path, row in enumerate(after):
+        for s in range(stages):
+            share[path, s] = max(1, len({int(rank[t]) for t in row[s] if t >= 0} - {int(rank[s])}))
+    space, room = np.zeros(plan.num_ranks), np.array([costs.capacity_bytes(r) for r in range(plan.num_ranks)])
+    np.maximum.at(space, rank, workspace_bytes(plan, costs))
+    turns, counts = np.zeros((stages, count), np.int64), np.zeros(stages, np.int64)
+    contiguous = np.ascontiguousarray
+    return Priced(
+        contiguous(times[[KINDS.index(kind) for kind in "FIW"]]), contiguous(memory.activation),
+        contiguous(memory.stash), contiguous(boundary_bytes(plan, costs)[0]), rank, before.astype(np.int64),
+        after.astype(np.int64), share, room - static_bytes(plan, costs) - space, np.zeros(stages),
+        np.asarray(plan.route_of_micro_batch, np.int64), turns, counts, prices.latency, prices.per_byte,
+    )  # fmt: skip
+
+
+def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None) -> Judged:
+    """The plan after moves of single ops; as given if it recomputes, or if nothing better fits."""
+    plan = best[0]
+    if any(op.kind not in "FIW" for order in plan.orders for op in order):
+        return best
+    p, size, count = priced(plan, costs), len(plan.stages), plan.num_micro_batches
+    needed = np.zeros((2, size, count), np.int64)
+    path = np.asarray(plan.route_of_micro_batch)
+    needed[0] = (p.before >= 0).sum(axis=2)[path].T
+    needed[1] = 1 + (p.after >= 0).sum(axis=2)[path].T
+    waits = Waits(needed, np.zeros_like(needed), np.zeros(needed.shape))
+    lengths = np.array([len(order) for order in plan.orders], np.int64)
+    seq = np.zeros((plan.num_ranks, int(lengths.max(initial=1))), np.int64)
+    for r, order in enumerate(plan.orders):
+        seq[r, : len(order)] = [(KINDS.index(op.kind) * size + op.stage) * count + op.micro_batch for op in order]
+    tidy, rng = seq.copy(), make_rng(seed, size)
+    now = least = float(follow(p, seq, lengths, waits, math.inf))
+    began, done = time.monotonic(), 0
+    while now < math.inf:
+        passed = done / POLISH_MOVES if until is None else (time.monotonic() - began) / max(until - began, 1e-9)
+        if passed >= 1.0:
+            break
+        heat = HOT * (COLD / HOT) ** passed * least
+        now, least = polish(p, seq, tidy, lengths, waits, rng, MOVES, heat, now, least)
+        done += 1
+    orders = []
+    for r in range(plan.num_ranks):
+        codes = [divmod(code, count) for code in tidy[r, : lengths[r]].tolist()]
+        orders.append(tuple(Op(rest % size, KINDS[rest // size], m) for rest, m in codes))
+    better = replace(plan, orders=tuple(orders))
+    if better.problems():
+        return best
+    after = simulate(better, costs)
+    return (better, after) if after.fits and after.step_ms < best[1].step_ms else best
+
+
+__all__ = ["check_graph", "priced", "search_graph"]
