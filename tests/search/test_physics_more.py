@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from effort import draws
 from test_physics import cases
 
 from octopipe.costs.cluster.setup import Setup
@@ -104,7 +105,7 @@ def test_activations_on_the_host_save_memory_and_never_time() -> None:
             ]
             assert held[1] <= held[0] * SLACK, (spec.name, split, layers)
             before = now
-    assert seen >= 5
+    assert seen >= draws(5, least=1)
 
 
 def test_a_faster_host_link_is_never_slower() -> None:
@@ -132,7 +133,7 @@ def test_shared_experts_use_the_same_gpus_and_divide_the_same_weights() -> None:
         assert cluster.ep * cluster.expert_tp * cluster.expert_dp == cluster.tp * cluster.cp * cluster.dp
         assert other.ep * other.expert_tp * other.expert_dp == other.tp * other.cp * other.dp
         assert static_gib(spec, shared) == pytest.approx(static_gib(spec, setup), rel=1e-6), (spec.name, split)
-    assert seen >= 3
+    assert seen >= draws(3, least=1)
 
 
 def test_copies_of_the_state_cost_memory() -> None:
@@ -148,7 +149,7 @@ def test_copies_of_the_state_cost_memory() -> None:
             now = static_gib(spec, replace(setup, zero=zero, hsdp=copies))
             assert now >= before / SLACK, (spec.name, split, copies)
             before = now
-    assert seen >= 25
+    assert seen >= draws(25, least=1)
 
 
 def test_narrower_networks_between_pods_are_never_faster() -> None:
@@ -178,7 +179,7 @@ def test_tokens_that_stay_on_fewer_nodes_are_never_slower() -> None:
             now = judged(spec, replace(setup, nodes_per_token=nodes), split).step_ms
             assert now <= before * SLACK, (spec.name, split, nodes)
             before = now
-    assert seen >= 5
+    assert seen >= draws(5, least=1)
 
 
 def test_busier_expert_ranks_are_never_faster() -> None:
