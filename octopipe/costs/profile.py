@@ -74,7 +74,11 @@ class Profile:
             input_ms = costs.input_ms.copy()
             input_ms[which] += costs.forward_ms[which]
             held, workspace = costs.activation_bytes.copy(), costs.workspace_bytes.copy()
-            kept = np.minimum(held[which], np.broadcast_to(costs.boundary_bytes, held.shape)[which - 1])
+            handed = np.broadcast_to(costs.boundary_bytes, held.shape)
+            taken = handed[which - 1]
+            if costs.graph is not None:
+                taken = np.array([sum(handed[k] for k in costs.graph.takes[layer]) for layer in layers])
+            kept = np.minimum(held[which], taken)
             workspace[which] += held[which] - kept
             held[which] = kept  # the stash comes back with the second forward: what W holds stays as it is
             return costs.replace(input_ms=input_ms, activation_bytes=held, workspace_bytes=workspace)

@@ -157,3 +157,12 @@ def test_a_graph_that_is_none_is_refused_in_one_line(value: object, why: str) ->
 def test_what_cannot_be_combined_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(OctoPipeError, match="layers that fork"):
         tune(costs(), 2, 2, budget_s=1, **options)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_runs_again_keeps_all_that_it_takes() -> None:
+    """The prediction layer takes the embedding's output and the last block's; the layer before it hands on nothing."""
+    large = costs().replace(activation_bytes=np.full(9, 5e6))
+    found = Profile(costs=large, partial={1: large}).checkpointing([1, LAYER])
+    for table in (found.costs, found.partial[1]):
+        assert table.activation_bytes[[1, LAYER]].tolist() == [1e6, 2e6]
+        assert table.workspace_bytes[[1, LAYER]].tolist() == [4e6, 3e6]
