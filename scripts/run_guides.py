@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,6 +216,8 @@ class Runner:
             text=True,
             errors="replace",
             start_new_session=True,
+            # A shell starts background jobs with Ctrl-C ignored, and their children inherit that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         ) as process:
             try:
                 output, _ = process.communicate(timeout=interrupt or self.limit)
