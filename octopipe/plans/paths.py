@@ -14,6 +14,7 @@ returns a gradient to each.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +36,15 @@ def edges_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], n
 def neighbours(
     routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
+    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1. Read-only:
+    plans of the same paths share them."""
+    return _neighbours(tuple(map(tuple, routes)), tuple(tuple((a, b) for a, b in row) for row in edges), num_stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _neighbours(
+    routes: tuple[tuple[int, ...], ...], edges: tuple[tuple[Edge, ...], ...], num_stages: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     lists: list[list[dict[int, list[int]]]] = [[], []]
     for number in range(len(routes)):
         before: dict[int, list[int]] = {}
@@ -52,6 +61,7 @@ def neighbours(
         for number, row in enumerate(rows):
             for stage, found in row.items():
                 table[number, stage, : len(found)] = found
+        table.flags.writeable = False
         out.append(table)
     return out[0], out[1]
 
