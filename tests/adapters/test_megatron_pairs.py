@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import random
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from ranks import PATIENCE_S
+from ranks import PATIENCE_S, Ranks
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
@@ -22,6 +23,7 @@ from octopipe import CostTable, Pipeline, build_plan  # noqa: E402
 from octopipe.runtime import turns  # noqa: E402
 
 WIDTH, EXPERTS, LAYERS, LENGTH = 8, 4, 4, 3
+IMPORTS = ("test_megatron_pairs", "octopipe.megatron", "megatron.core.models.gpt.gpt_layer_specs")
 
 
 class Experts(nn.Module):
@@ -106,6 +108,14 @@ def paired_and_not(world, plan, dispatchers):
         turns._Pair.hand_over = before
         parallel_state.destroy_model_parallel()
     return found
+
+
+@pytest.fixture
+def four() -> Iterator[Ranks]:
+    """Ranks of our own, forked from one process that has imported Megatron-Core: each for itself would take seconds."""
+    ranks = Ranks(4, imports=IMPORTS)
+    yield ranks
+    ranks.close()
 
 
 def test_megatrons_dispatchers_give_the_same_gradients_inside_pairs(four) -> None:

@@ -147,7 +147,7 @@ def fully_sharded(world, plan, replicate):
     return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
-@pytest.mark.parametrize("replicate", [False, True])
+@pytest.mark.parametrize("replicate", some([True, False]))
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_fsdp_beside_the_pipeline_gives_the_gradients_of_one_process(name, replicate, four):
     for errors in four.run(fully_sharded, plan_for(name), replicate):
@@ -220,7 +220,7 @@ def tensor_parallel(world, plan, sequence):
     return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", some([True, False]))
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_tensor_parallel_layers_give_the_gradients_of_one_process(name, sequence, four):
     for errors in four.run(tensor_parallel, plan_for(name), sequence):

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from effort import some
 
 pytest.importorskip("ortools")
 
@@ -57,9 +58,8 @@ LONG_WAITS = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "seed",
     [
-        0,
         1,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (4, 5, 6)),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 4, 5, 6)),
         *(pytest.param(s, marks=[LONG_WAITS, pytest.mark.slow]) for s in (2, 3)),
     ],
 )
@@ -106,7 +106,7 @@ def test_without_ortools_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
         solve(instance(0, 2), 2, 2, budget_s=1)
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7, 10])
+@pytest.mark.parametrize("seed", some([1, 7, 10, 4], quick=3))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_under_a_memory_limit_the_optimum_is_that_of_brute_force(seed: int, recompute: bool) -> None:
     lot = np.random.default_rng(seed)
