@@ -36,9 +36,11 @@ def edges_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], n
 def neighbours(
     routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1. Read-only:
-    plans of the same paths share them."""
-    return _neighbours(tuple(map(tuple, routes)), tuple(tuple((a, b) for a, b in row) for row in edges), num_stages)
+    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
+    before, after = _neighbours(
+        tuple(map(tuple, routes)), tuple(tuple((a, b) for a, b in row) for row in edges), num_stages
+    )
+    return before.copy(), after.copy()  # one plan's may be changed, also by a kernel, which asks for no permission
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,7 +63,6 @@ def _neighbours(
         for number, row in enumerate(rows):
             for stage, found in row.items():
                 table[number, stage, : len(found)] = found
-        table.flags.writeable = False
         out.append(table)
     return out[0], out[1]
 

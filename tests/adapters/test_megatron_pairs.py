@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from ranks import PATIENCE_S, Ranks
+from ranks import PATIENCE_S, Ranks, shared_ranks
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 import torch.nn.functional as F  # noqa: E402
+from megatron_jobs import IMPORTS  # noqa: E402
 from mesh_checks import mesh_of  # noqa: E402
 from test_pairs import with_pairs  # noqa: E402
 from torch import nn  # noqa: E402
@@ -23,7 +23,6 @@ from octopipe import CostTable, Pipeline, build_plan  # noqa: E402
 from octopipe.runtime import turns  # noqa: E402
 
 WIDTH, EXPERTS, LAYERS, LENGTH = 8, 4, 4, 3
-IMPORTS = ("test_megatron_pairs", "octopipe.megatron", "megatron.core.models.gpt.gpt_layer_specs")
 
 
 class Experts(nn.Module):
@@ -111,11 +110,9 @@ def paired_and_not(world, plan, dispatchers):
 
 
 @pytest.fixture
-def four() -> Iterator[Ranks]:
-    """Ranks of our own, forked from one process that has imported Megatron-Core: each for itself would take seconds."""
-    ranks = Ranks(4, imports=IMPORTS)
-    yield ranks
-    ranks.close()
+def four() -> Ranks:
+    """Ranks forked from one process that has imported Megatron-Core: each for itself would take seconds."""
+    return shared_ranks(4, IMPORTS)
 
 
 def test_megatrons_dispatchers_give_the_same_gradients_inside_pairs(four) -> None:

@@ -226,20 +226,22 @@ class Ranks:
         self._said.cleanup()
 
 
-_SHARED: dict[int, Ranks] = {}
+_SHARED: dict[tuple[int, tuple[str, ...]], Ranks] = {}
 
 
-def shared_ranks(size: int) -> Ranks:
-    """One world per size for all tests of a file; a broken one is replaced."""
-    world = _SHARED.get(size)
+def shared_ranks(size: int, imports: tuple[str, ...] = ()) -> Ranks:
+    """One world per size, and per what it has imported, for all tests of a file; a broken one is replaced."""
+    world = _SHARED.get((size, imports))
     if world is None or world.broken:
         if world is not None:
             world.close()
-        _SHARED[size] = world = Ranks(size)
+        _SHARED[size, imports] = world = Ranks(size, imports=imports)
     return world
 
 
-def close_shared() -> None:
-    """End the shared worlds: every group that tests made keeps a thread in every rank, which wakes up all the time."""
-    while _SHARED:
-        _SHARED.popitem()[1].close()
+def close_shared(keep: tuple[str, ...] = ()) -> None:
+    """End the shared worlds, except those with the imports in `keep`: every group that tests made keeps a thread in
+    every rank, which wakes up all the time."""
+    for size, imports in list(_SHARED):
+        if not imports or imports != keep:
+            _SHARED.pop((size, imports)).close()

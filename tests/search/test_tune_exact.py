@@ -74,7 +74,7 @@ def test_the_default_method_is_within_two_percent_of_the_optimum(seed: int) -> N
 def test_plans_of_the_exact_method_run_and_fit() -> None:
     activation = np.full(4, GIB)
     costs = instance(5, 4, activation_bytes=activation, stash_bytes=0.5 * activation, rank_memory_bytes=(5 * GIB,))
-    result = tune(costs, 2, 4, method="exact", budget_s=10, workers=2)
+    result = tune(costs, 2, 4, method="exact", budget_s=60, workers=2, iterations=50)
     result.plan.check()
     assert simulate(result.plan, costs).fits
     assert result.lower_bound_ms <= result.step_ms
