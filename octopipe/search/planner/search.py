@@ -23,7 +23,7 @@ from octopipe.search.planner.judging import Say, climbed, judge, modes_of, publi
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits, why_no_split
-from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
+from octopipe.search.planner.tuning import ops_of, place_branches, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
 """Number of splits that are simulated at least, and number that are tuned first, if time allows."""
@@ -39,6 +39,9 @@ ROUNDS = 3
 """Number of times that a search with time left tunes its best splits again."""
 AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
+PLACED, PLACING = 3, 0.15
+"""Of a model whose layers fork: the number of splits whose branches are placed on other ranks, and the share of the
+time left that each of them gets."""
 TUNING_S = 20.0
 """One more split is tuned for each further period of this many seconds in the budget."""
 
@@ -98,6 +101,7 @@ def search(
     run.judge(judging)
     run.simulate(judging + SIMULATING)
     run.schedule(judging + 1.5 * SIMULATING)
+    run.place()
     run.improve()
     # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
     while run.left_ms is not None and not budget.over(AGAIN):
@@ -105,6 +109,7 @@ def search(
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
         run.simulate(1.0)
         run.schedule(1.0)
+        run.place()
         run.improve()
         if run.judged == before:
             break
@@ -140,7 +145,7 @@ class _Run:
         self.runtime, self.seed, self.budget = runtime, seed, budget
         self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
-        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
+        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops and not spec.takes
         self.pricer = Pricer(
             spec,
             base,
@@ -163,6 +168,7 @@ class _Run:
         self.skipped: list[str] = []
         self.improved: set[Split] = set()
         self.scheduled: set[Split] = set()
+        self.placed: list[Candidate] = []
         known = published_splits(self.pricer, self.every, gpus, runtime) if published else []
         self.published = {s for s in known if all(getattr(s, k) == v for k, v in fixed.items())}
 
@@ -268,6 +274,20 @@ class _Run:
             self.tuned += [] if better is None else [better]
             if why_not:
                 return
+
+    def place(self) -> None:
+        """Of a model whose layers fork, the best few splits with the stages of every branch where they are best."""
+        if not self.spec.takes or not self.runtime.tuned:
+            return
+        fitting = sorted((c for c in self.simulated if c.fits and c.split.pp > 1), key=lambda c: c.step_ms)
+        for candidate in fitting[:PLACED]:
+            if candidate in self.placed:
+                continue
+            self.placed.append(candidate)
+            self.tell(f"placing the branches of {candidate.split.words()}")
+            over = self.budget.after(PLACING * self.budget.left())
+            better = place_branches(self.pricer, candidate, over)
+            self.tuned += [] if better is None else [better]
 
     def _improve(self, candidate: Candidate, seconds: float) -> None:
         """Try published schedules on one split and tune it, within about this many seconds."""
