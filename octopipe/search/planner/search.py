@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
@@ -18,12 +18,13 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
-from octopipe.search.planner.commands import command_lines, runs_on
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.splits import Split, least_state_bytes, splits, why_no_split
+from octopipe.search.planner.splits import Split, splits, why_no_split
 from octopipe.search.planner.tuning import ops_of, place_branches, schedules, tune_candidate, without_kernels
+from octopipe.search.planner.unfit import nothing_fits, unfit, unrun
 
 SIMULATED, TUNED = 8, 2
 """Number of splits that are simulated at least, and number that are tuned first, if time allows."""
@@ -193,7 +194,7 @@ class _Run:
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
-            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
+            raise DoesNotFitError(nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
 
     def simulate(self, until: float) -> None:
@@ -367,9 +368,9 @@ class _Run:
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
         if not rivals and (fit := [c for c in self.simulated if c.fits]):
-            raise OctoPipeError(_unrun(min(fit, key=lambda c: c.step_ms), self.spec))
+            raise OctoPipeError(unrun(min(fit, key=lambda c: c.step_ms), self.spec))
         if not rivals:
-            raise DoesNotFitError(_unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
+            raise DoesNotFitError(unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
         fastest = min(rivals, key=lambda c: c.step_ms)
         best = simplest(rivals, margin, present)
         done = {c.split for c in self.simulated}
@@ -428,40 +429,3 @@ def _today(
         if found:
             return min(found, key=lambda c: c.step_ms)
     return pricer.simulated(split, recompute)
-
-
-def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
-    """The error if no split fits: the leanest split, what it lacks, and whether host memory would help."""
-    words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
-    small = [split for split in every if split.zero < 2]
-    if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
-        return words
-    host = Pricer(pricer.spec, replace(pricer.base, offload_optimizer=1.0), pricer.global_batch)
-    found = host.candidate(_leanest(host, small), modes)
-    if not found.fits:
-        return words
-    return (
-        f"{words}; or keep the optimizer state in the host's memory: --offload-optimizer 1 fits {found.split.words()}"
-    )
-
-
-def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
-    def size(split: Split) -> tuple[float, int, int]:
-        state = least_state_bytes(split, pricer.dense, pricer.experts, pricer.base, pricer.trained)
-        return state, split.micro_batch_size, split.vp
-
-    return min(every, key=size)
-
-
-def _unrun(best: Candidate, spec: ModelSpec) -> str:
-    """The reasons why no runtime can run the best simulated split."""
-    lines = command_lines(best, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
-    reasons = "; ".join(f"{name}: {line.removeprefix('none: ')}" for name, line in lines.items())
-    return f"no runtime runs {best.split.words()}, the best of what was simulated in time; give more time ({reasons})"
-
-
-def _unfit(pricer: Pricer, found: Candidate) -> str:
-    return (
-        f"no split of {found.setup.num_gpus} GPUs fits {pricer.spec.name}: even {found.split.words()} needs "
-        f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller reserve or batch"
-    )
