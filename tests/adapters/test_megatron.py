@@ -80,7 +80,7 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
         drawn(9, 2, recompute=False),
     ]
     if not WHOLE and kind != "hybrid":  # which runs few of them in any case
-        plans = plans[:3] + plans[4:7:2] if kind == "gpt" else plans[2:7:2]
+        plans = plans[1:7:3] + plans[2:3] if kind == "gpt" else plans[2:3]
     if kind == "hybrid":
         plans = [p for p in plans if has_blocks_in_every_stage(p)]
         assert len(plans) > 1
@@ -88,7 +88,7 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
     _assert_equal(_run(four, run_many, jobs), jobs)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+@pytest.mark.parametrize("kind", some(["gpt", "hybrid"]))
 def test_split_plans_run_in_the_precision_that_megatrons_cross_entropy_changes_in_place(kind, four):
     """Its `logits -= maximum` is on the head's own output where that is fp32 already."""
     single = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "kind": kind}
@@ -363,7 +363,7 @@ def profile_between_steps(world, system):
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("system", ["zb-h1", "1f1b"])
+@pytest.mark.parametrize("system", some(["zb-h1", "1f1b"]))
 def test_a_profile_between_two_steps_changes_no_gradient(system, four):
     """Where the plan splits backward, the drop-in has its layers again; where it does not, Megatron has."""
     assert all(_run(four, profile_between_steps, system))

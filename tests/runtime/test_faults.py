@@ -203,7 +203,7 @@ def test_a_fault_is_told_with_rank_op_and_mend(
         assert "step-00000002 is valid: --resume continues from it" in str(caught.value)
 
 
-@pytest.mark.parametrize("when", ["F", "saving"])
+@pytest.mark.parametrize("when", some(["saving", "F"]))
 def test_a_rank_that_is_asked_to_end_makes_all_save_and_end(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def run_plans(world, jobs, where):
     [(2, "other hosts"), pytest.param(4, "other hosts", marks=pytest.mark.slow), (4, "one on another host")],
 )
 def test_ranks_of_other_hosts_get_the_same_over_gloo(size, where):
-    jobs = random_jobs(size, draws(60 // size), first_seed=500 * size)
+    jobs = random_jobs(size, draws(60 // size, least=3), first_seed=500 * size)
     boxes = slots = 0
     for per_rank in shared_ranks(size).run(run_plans, jobs, where):
         for name, error, with_box, all_of_them in per_rank:

@@ -171,7 +171,7 @@ def hybrid_sharded(world, both):
         return worst_error_of(pipe, expected)
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", some([True, False]))
 def test_what_fsdp_does_not_average_over_the_pipeline_does(both, four):
     assert max(four.run(hybrid_sharded, both)) <= TOLERANCE
 

@@ -27,7 +27,7 @@ def test_only_the_overlap_changes_for_the_better(system: str) -> None:
         num_layers=16, forward_ms=2.0, activation_bytes=1e9, stash_bytes=5e8, p2p_ms=0.3
     ).with_memory_gib(20.0)
     plan = build_plan(system, costs, 4, 8, split_backward=True)
-    better = hide_transfers(plan, costs, moves=800)
+    better = hide_transfers(plan, costs, moves=400)
     before, after = simulate(plan, costs), simulate(better, costs)
     assert after.makespan_ms <= before.makespan_ms
     assert after.overlap.rate >= before.overlap.rate and after.fits
