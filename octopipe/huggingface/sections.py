@@ -47,6 +47,8 @@ WITH_NONE = -2
 """Among what layers may return: the hidden state and None (XLNet's second stream where it is not used)."""
 MOST_GUESSES = 24
 """How many combinations of what layers return are tried."""
+RETURNS = (0, 1, 2, 3, 4, 5)
+"""What layers may return: a tensor, or a tuple of so many."""
 
 
 class _NotVisited(Refused):
@@ -177,7 +179,7 @@ def _add_next_guess(
     if not attempt.visits or len(guesses) > 2 * MOST_GUESSES:
         return
     at = list(paths).index(attempt.layers[attempt.visits[-1]].rpartition(".")[0])
-    for count in (0, 1, 2, 3):
+    for count in RETURNS:
         other = (*guess[:at], count, *guess[at + 1 :])
         if other not in guesses:
             guesses.append(other)
@@ -186,15 +188,18 @@ def _add_next_guess(
 def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
     """What the layers of every list may return, likely ones first: a tensor, a tuple of one to three, or a tuple of a
     tensor and None."""
-    said = []
-    for path in paths:
-        layer = next(iter(model.get_submodule(path).children()))
-        annotated = str(inspect.signature(layer.forward).return_annotation).lower()
-        said.append((1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE))
+    said = [said_returns(model, path) for path in paths]
     alike = [(count,) * len(paths) for count in (said[0][0], 0, 1, 2, 3, WITH_NONE)]
     mixed = itertools.product((0, 1, 2, 3), repeat=len(paths))
     by_word = sorted(mixed, key=lambda guess: sum(said[k].index(n) for k, n in enumerate(guess)))
     return list(dict.fromkeys((*alike, *by_word)))[:MOST_GUESSES]
+
+
+def said_returns(model: nn.Module, path: str) -> tuple[int, ...]:
+    """What the layers of a list return, likely ones first, by their annotation."""
+    layer = next(iter(model.get_submodule(path).children()))
+    annotated = str(inspect.signature(layer.forward).return_annotation).lower()
+    return (1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE)
 
 
 class _Trace:
@@ -331,6 +336,8 @@ class _Trace:
         idle = {name for name in named if id(self.model.get_parameter(name)) not in by_tensor}
         parameters = [set(names) for names in self.parameters]
         parameters[0] |= idle
+        # Every passage runs the forward from its beginning, so what decides about its way is needed in all of them.
+        read = {name for kind, name in self.provenance.read if kind == "input"}  # type: ignore[misc]
         shared: dict[tuple[int, int], int] = {}
         for number, places in enumerate(p for p in self.containers.values() if len({g for g, _ in p}) > 1):
             shared |= dict.fromkeys(places, number)
@@ -342,7 +349,7 @@ class _Trace:
             starts=tuple(self.starts),
             parameters=tuple(map(frozenset, parameters)),
             outputs=tuple(map(frozenset, self.outputs)),
-            values=tuple(map(frozenset, self.values)),
+            values=tuple(frozenset(names | read) for names in self.values),
             kept=self.kept,
             asides={g: frozenset(places) for g, places in self.asides.items()},
             last_aside=self.last_aside,

@@ -22,9 +22,26 @@ from octopipe.huggingface.examples import example_of
 from octopipe.huggingface.source import build_on_meta, model_class
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_QUERIES = {"encoder_hidden_size": 32}
+_CONFORMER = {"hidden_dim": 32, "input_dim": 16, "dim_head": 8, "context_size": 8, "max_pos_emb": 8}
+_TILES = [[16, 32], [32, 16], [32, 32]]
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "granite_speech": {"encoder_config": _CONFORMER, "projector_config": _QUERIES, "window_size": 4},
+    "granite_speech_plus": {"encoder_config": _CONFORMER, "projector_config": _QUERIES, "window_size": 4},
+    "instructblip": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "llama4": {"vision_config": {"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32}},
+    "llava_next": {"image_grid_pinpoints": _TILES},
+    "llava_next_video": {"image_grid_pinpoints": _TILES},
+    "llava_onevision": {"image_grid_pinpoints": _TILES},
+    "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
+    "vipllava": {"vision_feature_layers": [-2, -3, 1]},
+    "voxtral": {"audio_token_id": 502, "audio_config": {"intermediate_size": 128}},
 }
 """By family: what differs, by key; a dict changes a part."""
 
@@ -48,7 +65,7 @@ def tiny_tower(family: str, **changes: Any) -> Any:
     cls = transformers.CONFIG_MAPPING[family]
     data = shrunk(cls().to_dict())
     for key, value in {**CHANGES.get(family, {}), **changes}.items():
-        data[key] = {**data.get(key, {}), **value} if isinstance(value, dict) else value
+        data[key] = {**(data.get(key) or {}), **value} if isinstance(value, dict) else value
     data["architectures"] = [every_tower()[family]]
     return cls.from_dict(data)
 
