@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.media import MEDIA, ROWS, Media, inputs_of, media_of, parts_of
+from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.trials import Trials
 
 TOKENS = 7
@@ -64,17 +65,23 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
     decodes = "decoder_input_ids" in inputs_of(model) and bool(getattr(config, "is_encoder_decoder", False))
     if decodes and getattr(model, "main_input_name", "input_ids") == "input_ids":
         return {"input_ids": _ids(model, tokens=TOKENS + 2), "decoder_input_ids": _ids(model)}
-    trials: Trials | None = None
-    problem, furthest = "", -1
-    for media in media_of(model):
-        trials = trials or Trials(model)
-        try:
-            return _decoded(model, media, trials) if decodes else _placed(model, media, trials)
-        except OctoPipeError:
-            raise
-        except Exception as error:  # the model takes another form
-            if trials.visits > furthest:
-                problem, furthest = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}", trials.visits
+    lists, problem = stacks(model), ""
+    while lists:
+        trials, furthest, last = Trials(model, lists), -1, ""
+        for media in media_of(model):
+            try:
+                return _decoded(model, media, trials) if decodes else _placed(model, media, trials)
+            except OctoPipeError:
+                raise
+            except Exception as error:  # the model takes another form
+                if trials.visits > furthest:
+                    furthest, last = trials.visits, trials.last
+                    said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        if furthest < 0:
+            break
+        problem = problem or said
+        # Layers that change the shape of the hidden state have no placeholders: they are run.
+        lists = [path for path in lists if path != last] if last else []
     raise _unknown(model, problem)
 
 
@@ -109,7 +116,7 @@ def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]
     """The batch of a model that puts features in the places of tokens, or beside them."""
     token = token_of(model.config, media.kind)
     places = trials.places(_around(model, media, token, 1))
-    if places % ROWS:
+    if places % ROWS or (media.most is not None and places > ROWS * media.most):
         raise ValueError(f"{ROWS} items become {places} features")
     batch = _around(model, media, token, places // ROWS)
     try:
@@ -147,5 +154,3 @@ def token_of(config: Any, kind: str) -> int | None:
             if getattr(part, name, None) is not None:
                 return int(getattr(part, name))
     return None
-
-

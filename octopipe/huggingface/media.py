@@ -41,6 +41,8 @@ class Media:
     kind: str
     """`image`, `video` or `audio`: the config names the token that stands for it."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    most: int | None = None
+    """Places that it takes at most: a frame of a recording is one place or less."""
 
 
 def inputs_of(model: nn.Module) -> Mapping[str, Any]:
@@ -213,5 +215,5 @@ def _recordings(name: str, names: Mapping[str, Any], config: Any, dtype: torch.d
                 values = torch.full(shape, VALUE, dtype=dtype)
                 cover = torch.ones(ROWS, frames, dtype=torch.long)
                 for kind in (torch.long, torch.bool) if masks else ():
-                    yield Media(kind="audio", inputs={name: values, masks[0]: cover.to(kind)})
-                yield Media(kind="audio", inputs={name: values})
+                    yield Media(kind="audio", inputs={name: values, masks[0]: cover.to(kind)}, most=frames)
+                yield Media(kind="audio", inputs={name: values}, most=frames)

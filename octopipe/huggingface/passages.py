@@ -133,9 +133,10 @@ class _Run:
 
     def _known(self, g: int, hidden: Tensor) -> Tensor:
         if g not in self._sections.outputs[self._number]:
-            return hidden.detach()
-        found = self._travel["hidden"] if g == self._start - 1 else self._travel["outs"][str(g)]
-        return found  # type: ignore[no-any-return]
+            found = hidden.detach()
+        else:
+            found = self._travel["hidden"] if g == self._start - 1 else self._travel["outs"][str(g)]
+        return found.clone() if g in self._sections.changed else found
 
     def _record(self, g: int, leaves: list[Any], structure: Any, at: int) -> None:
         chained = leaves[at] is self._before and g > self._start

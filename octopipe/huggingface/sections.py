@@ -98,6 +98,8 @@ class Sections:
     """Arguments that are objects of the model's (configs, functions): the same for every batch."""
     shared: Mapping[tuple[int, int], int]
     """Arguments that are one container for several layers: its number."""
+    changed: frozenset[int]
+    """Visits whose hidden states the forward changes in place."""
     inputs: tuple[str, ...]
     """The names of the example's inputs."""
 
@@ -151,6 +153,7 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
     for chosen in tried:
         paths = [name for name, _ in model.named_modules() if name in chosen]
         guesses = _guesses(model, paths)
+        ends: dict[int, str] = {}
         for guess in guesses:
             attempt = _Trace(model, paths, guess, example)
             try:
@@ -169,6 +172,12 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
                     text = " ".join(str(error).split())[:160]
                     reason, furthest = text if refused else f"{UNFOLLOWED} ({type(error).__name__}: {text})", far
                 _add_next_guess(guesses, guess, attempt, paths)
+                if attempt.visits:
+                    ends[len(attempt.visits)] = attempt.layers[attempt.visits[-1]].rpartition(".")[0]
+        # Layers that change the shape of the hidden state are no layers of the pipeline.
+        without = [path for path in chosen if ends and path != ends[max(ends)]]
+        if without and without not in tried:
+            tried.insert(tried.index(chosen) + 1, without)
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
 
 
@@ -249,6 +258,8 @@ class _Trace:
         logits = getattr(out, "logits", None)
         if not isinstance(logits, Tensor):
             raise Refused("its forward gives no logits")
+        if logits.shape[:-1].numel() < _tokens(inputs):  # a tensor that was indexed in place of a tuple
+            raise ValueError("its forward gives fewer logits than the batch has tokens")
         run = {self.layers[layer].rpartition(".")[0] for layer in self.visits}
         if run != set(self.paths):
             raise _NotVisited(sorted(set(self.paths) - run))
@@ -272,17 +283,27 @@ class _Trace:
         with WithoutFunctionModes():
             leaves, _ = leaves_of(args, kwargs)
             at = hidden_leaf(leaves)
-            chained = bool(self.hidden) and leaves[at] is self.hidden[-1]
+            if self.hidden and leaves[at].ndim < self.hidden[-1].ndim and self._is_next(layer):
+                raise ValueError("its layers return a tuple")  # a tensor was indexed in its place
+            chained = bool(self.hidden) and leaves[at] is self.hidden[-1] and not leaves[at]._version
             late = any(self._is_late(leaf) for i, leaf in enumerate(leaves) if not (chained and i == at))
             if not chained or late:
                 self._begin(g)
             for i, leaf in enumerate(leaves):
                 self._argument(g, i, leaf, chained=chained and i == at)
             self.visits.append(layer)
-            out = torch.zeros_like(leaves[at], requires_grad=True)
+            # No leaf of autograd: forwards may change in place what a layer has returned.
+            out = torch.zeros_like(leaves[at], requires_grad=True).clone()
             self.hidden.append(out)
             self.provenance.name(out, ("visit", g))
         return returned(out, self.returns[layer], g)
+
+    def _is_next(self, layer: int) -> bool:
+        """Whether the layer stands behind the one that was visited last."""
+        return (
+            layer == self.visits[-1] + 1
+            and self.layers[layer].rpartition(".")[0] == self.layers[layer - 1].rpartition(".")[0]
+        )
 
     def _is_late(self, leaf: Any) -> bool:
         """Whether an argument was computed from a layer behind the current passage."""
@@ -355,8 +376,15 @@ class _Trace:
             last_aside=self.last_aside,
             own=self.own,
             shared=shared,
+            changed=frozenset(g for g, out in enumerate(self.hidden) if out._version),
             inputs=tuple(self.example),
         )
+
+
+def _tokens(inputs: Mapping[str, Any]) -> int:
+    """How many tokens a batch asks logits for."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)

@@ -10,14 +10,14 @@ fails right behind the list, and the next one is tried.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from octopipe.huggingface.sections import RETURNS, quiet, said_returns, stacks
+from octopipe.huggingface.sections import RETURNS, quiet, said_returns
 from octopipe.huggingface.shell import StandIn, Stop, Unpacked, hidden_leaf, leaves_of, shell_of_zeros
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
@@ -28,9 +28,10 @@ MASK = "get_placeholder_mask"
 class Trials:
     """A model without its layers, whose forward is run on one made-up batch after another."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, lists: Sequence[str]):
+        """`lists`: those whose layers are placeholders; the layers of others are run, without their weights."""
         self._model = model
-        self._paths = [name for name, _ in model.named_modules() if name in (found := set(stacks(model))) and found]
+        self._paths = [name for name, _ in model.named_modules() if name in lists]
         self._path_of = [k for k, path in enumerate(self._paths) for _ in model.get_submodule(path).children()]
         self._returns = [said_returns(model, path)[0] for path in self._paths]
         self._shell, self._answers = shell_of_zeros(model, self._paths)
@@ -42,6 +43,11 @@ class Trials:
         self._told: dict[str, int] = {}
         """Rows of features, by the kind of call that had them."""
         self._listen()
+
+    @property
+    def last(self) -> str:
+        """The list whose layers the last run called last; empty: it called none."""
+        return "" if self._last is None else self._paths[self._last]
 
     def places(self, inputs: Mapping[str, Any]) -> int:
         """Rows of features that a batch's items become, where they take the places of tokens; 0: they do not. The
@@ -72,8 +78,10 @@ class Trials:
             except Exception as error:  # a wrong guess of what layers return, or a batch that the model does not take
                 if self._told:
                     return
-                # The guess that came furthest says most; a wrong guess of what is a tuple fails with a type or an index.
-                if self.visits > before or (self.visits == before and isinstance(problem, IndexError | TypeError)):
+                # The guess that came furthest says most; a wrong guess of what is a tuple fails oddly.
+                if self.visits > before or (
+                    self.visits == before and isinstance(problem, AttributeError | IndexError | TypeError)
+                ):
                     problem = error
                 self.visits = max(self.visits, before)
                 if not self._guess_again(tried):

@@ -30,8 +30,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
-    "granite_speech": {"encoder_config": _CONFORMER, "projector_config": _QUERIES, "window_size": 4},
-    "granite_speech_plus": {"encoder_config": _CONFORMER, "projector_config": _QUERIES, "window_size": 4},
+    "granite_speech": {
+        "encoder_config": _CONFORMER,
+        "projector_config": _QUERIES,
+        "window_size": 4,
+        "downsample_rate": 2,
+    },
+    "granite_speech_plus": {
+        "encoder_config": _CONFORMER,
+        "projector_config": _QUERIES,
+        "window_size": 4,
+        "downsample_rate": 2,
+    },
     "instructblip": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "kimi_k25": {"projection_hidden_size": 32},
@@ -40,6 +50,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_next_video": {"image_grid_pinpoints": _TILES},
     "llava_onevision": {"image_grid_pinpoints": _TILES},
     "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
     "vipllava": {"vision_feature_layers": [-2, -3, 1]},
     "voxtral": {"audio_token_id": 502, "audio_config": {"intermediate_size": 128}},
 }
@@ -73,10 +85,13 @@ def tiny_tower(family: str, **changes: Any) -> Any:
 def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
     """The example with random floating values."""
     generator = torch.Generator().manual_seed(seed)
-    return {
+    out = {
         name: torch.randn(value.shape, generator=generator, dtype=torch.float64) if value.is_floating_point() else value
         for name, value in example.items()
     }
+    if "flattened_patches" in out:  # they begin with their row and their column
+        out["flattened_patches"][..., :2] = example["flattened_patches"][..., :2]
+    return out
 
 
 def twin_of(family: str, config: Any) -> Any:
