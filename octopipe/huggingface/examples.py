@@ -9,7 +9,6 @@ convention that is known here needs an example from its user.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ def _around(model: nn.Module, media: Media, token: int | None, places: int) -> d
         words = torch.where(words == token, words - 1, words)
     start = getattr(model.config, "vision_start_token_id", None) if media.kind == "image" else None
     first = words[:, :2] if start is None else torch.cat((words[:, :1], torch.full((ROWS, 1), int(start))), 1)
-    stands = torch.full((ROWS, places), words[0, 0] if token is None else token)
+    stands = torch.full((ROWS, places), int(words[0, 0]) if token is None else token)
     ids = torch.cat((first, stands, words[:, 2:]), 1)
     inside = torch.zeros_like(ids)
     inside[:, first.shape[1] : first.shape[1] + places] = 1

@@ -24,7 +24,8 @@ VALUE = 0.5
 PIXELS = ("pixel_values", "image_pixel_values", "pixel_values_images", "image_patches")
 RECORDINGS = ("input_features", "audio_input_features", "input_values")
 PATCHES = "flattened_patches"
-MEDIA = (*PIXELS, *RECORDINGS, PATCHES)
+OTHER_TEXTS = ("protein_input_ids",)
+MEDIA = (*PIXELS, *RECORDINGS, PATCHES, *OTHER_TEXTS)
 """Main inputs of models that take more than tokens."""
 MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size", "downsample_factor")
 """Config fields: how many patches of each direction become one token."""
@@ -73,6 +74,11 @@ def media_of(model: nn.Module) -> Iterator[Media]:
                     yield Media(kind=kind, inputs={pixels: values, **more, **given})
     if PATCHES in names:
         yield from _flattened(config, dtype)
+    for name in OTHER_TEXTS:
+        if name in names:  # sequences of another vocabulary, which an encoder reads
+            ids = torch.arange(5, 5 + 8).repeat(ROWS, 1)
+            mask = name.replace("input_ids", "attention_mask")
+            yield Media(kind="text", inputs={name: ids, **({mask: torch.ones_like(ids)} if mask in names else {})})
     sound = next((name for name in RECORDINGS if name in names), None)
     if sound is not None:
         yield from _recordings(sound, names, config, dtype)

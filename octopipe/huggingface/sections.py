@@ -31,6 +31,7 @@ from octopipe.huggingface.shell import (
     leaves_of,
     outside,
     shell_of_zeros,
+    text_config,
 )
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
@@ -127,11 +128,16 @@ def stacks(model: nn.Module) -> list[str]:
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if type(module) is nn.ModuleList and len(module) and not inside:
+        if type(module) is nn.ModuleList and len(module) and not inside and all(map(_can_run, module)):
             found.append((name, module))
     counted = [item for item in found if len(item[1]) in wanted]
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in counted or found}
     return sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:MOST_STACKS]
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own; a list of parts has none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _counts(data: Any) -> Iterator[int]:
@@ -174,10 +180,10 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
                 _add_next_guess(guesses, guess, attempt, paths)
                 if attempt.visits:
                     ends[len(attempt.visits)] = attempt.layers[attempt.visits[-1]].rpartition(".")[0]
-        # Layers that change the shape of the hidden state are no layers of the pipeline.
-        without = [path for path in chosen if ends and path != ends[max(ends)]]
-        if without and without not in tried:
-            tried.insert(tried.index(chosen) + 1, without)
+        else:  # layers that change the shape of the hidden state are no layers of the pipeline
+            without = [path for path in chosen if ends and path != ends[max(ends)]]
+            if without and without not in tried:
+                tried.insert(tried.index(chosen) + 1, without)
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
 
 
@@ -358,7 +364,8 @@ class _Trace:
         parameters = [set(names) for names in self.parameters]
         parameters[0] |= idle
         # Every passage runs the forward from its beginning, so what decides about its way is needed in all of them.
-        read = {name for kind, name in self.provenance.read if kind == "input"}  # type: ignore[misc]
+        sources: Any = self.provenance.read
+        read = {name for kind, name in sources if kind == "input"}
         shared: dict[tuple[int, int], int] = {}
         for number, places in enumerate(p for p in self.containers.values() if len({g for g, _ in p}) > 1):
             shared |= dict.fromkeys(places, number)
@@ -403,6 +410,8 @@ def quiet(model: nn.Module) -> dict[str, Any]:
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     out = {"use_cache": False} if "use_cache" in names or open_ended else {}
+    if getattr(text_config(model), "output_router_logits", False):  # placeholders have no routers
+        out["output_router_logits"] = False
     return {**out, "use_mems": False} if "use_mems" in names else out
 
 

@@ -170,12 +170,12 @@ class _Puts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name.strip("_") in ("masked_scatter", "index_put", "setitem"):
+        if getattr(func, "__name__", "").strip("_") in ("masked_scatter", "index_put", "setitem"):
             with WithoutFunctionModes():
-                rows = args[2] if len(args) > 2 else kwargs.get("values", kwargs.get("source"))
-                into = args[0]
-                if isinstance(rows, Tensor) and rows.is_floating_point() and into.ndim == 3 and rows.ndim > 1:
-                    if rows.shape[-1] == into.shape[-1]:
-                        self._told("put", rows.shape[:-1].numel())
+                self._note(args[0], args[2] if len(args) > 2 else kwargs.get("values", kwargs.get("source")))
         return func(*args, **kwargs)
+
+    def _note(self, into: Tensor, rows: Any) -> None:
+        floating = isinstance(rows, Tensor) and rows.is_floating_point() and rows.ndim > 1
+        if floating and into.ndim == 3 and rows.shape[-1] == into.shape[-1]:
+            self._told("put", rows.shape[:-1].numel())

@@ -262,7 +262,7 @@ def test_batches_unlike_the_example_are_named() -> None:
 def test_an_input_without_a_convention_asks_for_an_example() -> None:
     config = tiny_tower("qwen3_vl")
     model = twin_of("qwen3_vl", config)
-    model.config.vision_config.patch_size = [4, 4]
+    model.config.vision_config.patch_size = 5  # not what its weights are made for
     with pytest.raises(OctoPipeError, match=r"takes pixel_values.* give an example of a small batch: layers\(model"):
         layers(model)
     row = image_batches(config, [1])[0]

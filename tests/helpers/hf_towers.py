@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 
 from octopipe.huggingface import layers, micro_batches
-from octopipe.huggingface.examples import example_of
+from octopipe.huggingface.examples import example_of, takes_more_than_tokens
 from octopipe.huggingface.source import build_on_meta, model_class
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -52,6 +52,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
+    "pp_formulanet": {"vision_config": {"post_conv_out_channels": 64, "decoder_hidden_size": 32}},
+    "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [32, 32], "image_size": 64}}},
     "vipllava": {"vision_feature_layers": [-2, -3, 1]},
     "voxtral": {"audio_token_id": 502, "audio_config": {"intermediate_size": 128}},
 }
@@ -77,9 +79,17 @@ def tiny_tower(family: str, **changes: Any) -> Any:
     cls = transformers.CONFIG_MAPPING[family]
     data = shrunk(cls().to_dict())
     for key, value in {**CHANGES.get(family, {}), **changes}.items():
-        data[key] = {**(data.get(key) or {}), **value} if isinstance(value, dict) else value
+        data[key] = _merged(data.get(key), value)
     data["architectures"] = [every_tower()[family]]
     return cls.from_dict(data)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """A changed part of a config, keeping what is not changed."""
+    if not isinstance(new, dict):
+        return new
+    known = old if isinstance(old, dict) else {}
+    return {**known, **{key: _merged(known.get(key), value) for key, value in new.items()}}
 
 
 def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
@@ -104,13 +114,18 @@ def twin_of(family: str, config: Any) -> Any:
     return model.train()
 
 
+def _example(model: Any) -> dict[str, Tensor]:
+    """The example of the model's inputs; of some families and configs tokens alone."""
+    return example_of(model) if takes_more_than_tokens(model) else {"input_ids": torch.arange(3, 38).view(5, 7)}
+
+
 def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
     """The largest difference of logits, loss and gradients of the pieces one after another from the unsplit model, and
     the pieces."""
     warnings.filterwarnings("ignore")
     config = tiny_tower(family, **changes)
     model = twin_of(family, config)
-    example = drawn(example_of(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
+    example = drawn(_example(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
     ids = example.get("decoder_input_ids", example.get("input_ids"))
     labels = ids.roll(-1, 1).clone()
     labels[0, :2] = -100
@@ -125,6 +140,7 @@ def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
     _, targets = micro_batches([{**example, "labels": labels}])
     loss = parts.loss_fn(value, targets[0])
     loss.backward()
+    value = value if isinstance(value, Tensor) else value[0]  # beside logits: the auxiliary loss of routers
     off = finite(float((value - out.logits).detach().abs().max()))
     off = max(off, finite(abs(float((loss - out.loss).detach()))))
     mine = grads_of(model.named_parameters())
