@@ -353,6 +353,7 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
                 k: profile.about.get(k)
                 for k in (
                     "rehearsal",
+                    "rehearsal_of_pairs",
                     "transfers_crowded",
                     "host_share",
                     "overlap_slowdown",

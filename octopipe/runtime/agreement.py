@@ -114,6 +114,7 @@ def _digest(program: Program) -> str:
     arrays = [program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id]
     if program.moves is not None:
         arrays += [program.moves.forward, program.moves.release, program.moves.fetch]
+        arrays.append(program.moves.with_op.astype(np.int32))
     return _short(b"".join(np.ascontiguousarray(a, np.int32).tobytes() + b"|" for a in arrays))
 
 

@@ -258,7 +258,7 @@ class Executor:
         transport, ops, recorder = self.transport, self.ops, self.recorder
         take_forward, release = transport.take_forward, transport.release
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark, seeds = recorder.mark, self.micro_batch_seeds
+        mark, seeds, host = recorder.mark, self.micro_batch_seeds, ops.host
         for ins in self.program.steps:
             if ins.is_second:
                 continue
@@ -271,6 +271,8 @@ class Executor:
                 transfer(ins, transport)
                 continue
             k = ins.number
+            if host is not None and host.leaving:
+                host.depart(transport.sent())
             if ins.moves is not None:
                 ops.move(ins.moves, self._device)
             value: Any = None
@@ -284,6 +286,8 @@ class Executor:
                     given = cell.asked.wanted
             elif code != R and code != W:
                 given = self._gradients_for(cell, slot, losses, scales)
+            if ins.moves is not None:
+                ops.fetch(ins.moves.fetch_with_op, self._device)
             for sent in ins.release:
                 release(sent)
             then = self.loss(targets, cell.micro_batch) if code == F and cell.last else None

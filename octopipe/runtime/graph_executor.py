@@ -196,6 +196,8 @@ class GraphExecutor(Executor):
                 continue
             value = needs = None
             given: Any = None
+            if ops.host is not None and ops.host.leaving:
+                ops.host.depart(transport.sent())
             if ins.moves is not None:
                 ops.move(ins.moves, self._device)
             if code == F:
@@ -203,6 +205,8 @@ class GraphExecutor(Executor):
                 given = self._then(cell, targets)
             elif code not in (R, W):
                 given = self._gradients(cell, losses, scales)
+            if ins.moves is not None:
+                ops.fetch(ins.moves.fetch_with_op, self._device)
             for sent in ins.release:
                 transport.release(sent)
             started[k] = clock()

@@ -104,6 +104,8 @@ class Moves:
     """Activations whose memory on the device is released."""
     fetch: list[Cell] = field(default_factory=list)
     """Activations that are copied back to the device."""
+    fetch_with_op: list[Cell] = field(default_factory=list)
+    """Activations that are copied back once the op's input has arrived."""
 
 
 SEND, RECEIVE = len(KINDS), len(KINDS) + 1
@@ -229,7 +231,8 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
             continue
         cell = computes[int(moves.forward[k]) - base].cell
         cell.offloads = True
-        for op, name in ((moves.release[k], "release"), (moves.fetch[k], "fetch")):
+        fetch = "fetch_with_op" if moves.with_op[k] else "fetch"
+        for op, name in ((moves.release[k], "release"), (moves.fetch[k], fetch)):
             step = computes[int(op) - base]
             if step.moves is None:
                 step.moves = Moves()

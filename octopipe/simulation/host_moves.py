@@ -10,7 +10,8 @@ the rank's order:
 - down begins when F has ended and the lane is free;
 - `release`: the op before which the device memory is freed; it waits for down;
 - `fetch`: the op before which memory is allocated again; up may begin once the preceding ops have ended and everything
-  released there has been copied;
+  released there has been copied; where there is time enough, it begins together with that op (`with_op`), so that what
+  the op receives from other ranks does not stand behind it in a copy engine;
 - `back`, the backward, waits for up.
 
 Release and fetch are chosen so that, according to the given times, no op waits for a lane. Among the activations that
@@ -50,6 +51,8 @@ class HostMoves(NamedTuple):
     nbytes: Floats
     ms: Floats
     """One way."""
+    with_op: NDArray[np.bool_]
+    """Whether up waits for everything that the op at `fetch` waits for."""
 
     @property
     def number(self) -> int:
@@ -84,7 +87,7 @@ def choose_moves(
     offsets: Ints, forward: Ints, back: Ints, nbytes: Floats, ms: Floats, start: Floats, end: Floats
 ) -> HostMoves:
     """The moves of all ranks. `forward`, `back`: the ops of everything that may leave; `start`, `end`: of all ops."""
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+    found: list[Chosen] = []
     for rank in range(offsets.size - 1):
         lo, hi = int(offsets[rank]), int(offsets[rank + 1])
         mine = np.flatnonzero((forward >= lo) & (forward < hi))
@@ -92,8 +95,8 @@ def choose_moves(
             found.append(_of_rank(mine, lo, hi, forward, back, nbytes, ms, start, end))
     if not found:
         none = np.zeros(0, np.int32)
-        return HostMoves(none, none, none, none, np.zeros(0), np.zeros(0))
-    which, release, fetch = (np.concatenate(column) for column in zip(*found, strict=True))
+        return HostMoves(none, none, none, none, np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))
+    which, release, fetch, with_op = (np.concatenate(column) for column in zip(*found, strict=True))
     return HostMoves(
         forward[which].astype(np.int32),
         back[which].astype(np.int32),
@@ -101,7 +104,12 @@ def choose_moves(
         fetch.astype(np.int32),
         nbytes[which],
         ms[which],
+        with_op.astype(np.bool_),
     )
+
+
+Chosen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
+"""Which candidates of a rank move, with `release`, `fetch` and `with_op` of each."""
 
 
 def _of_rank(
@@ -114,7 +122,7 @@ def _of_rank(
     ms: Floats,
     start: Floats,
     end: Floats,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+) -> Chosen:
     """Of one rank's candidates the longest-lying ones, so many that most memory is free for most time."""
     ms = MARGIN * ms
     able = mine[start[back[mine]] - end[forward[mine]] >= 2 * ms[mine]]
@@ -132,7 +140,26 @@ def _of_rank(
         freed = float((nbytes[chosen] * np.maximum(start[lo + fetch] - start[lo + release], 0.0)).sum()) + 1e-9 * count
         if chosen.size and freed > most:
             best, most = (chosen, lo + release, lo + fetch), freed
-    return best
+    chosen, release, fetch = best
+    lanes = _Lanes(lo, start[lo:hi], end[lo:hi], forward[chosen], back[chosen], ms[chosen])
+    return chosen, release, fetch, _with_op(lanes, fetch - lo)
+
+
+def _with_op(lanes: _Lanes, fetch: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which copies back can begin as late as the op at their `fetch` and still end before their backward starts."""
+    out = np.zeros(fetch.size, np.bool_)
+    back = lanes.back - lanes.offset
+    before = np.concatenate(([0.0], lanes.end))
+    at, place = -np.inf, -1
+    for k in np.argsort(back, kind="stable"):
+        late = max(at, lanes.start[fetch[k]]) + lanes.ms[k]
+        # Behind one that waits at the same place, waiting as well costs nothing.
+        follows = fetch[k] == place
+        if follows or (fetch[k] < back[k] and late <= lanes.start[back[k]]):
+            out[k], at, place = True, late, int(fetch[k])
+        else:
+            at = max(at, before[fetch[k]]) + lanes.ms[k]
+    return out
 
 
 def _positions(lanes: _Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -205,6 +232,8 @@ def with_moves(preds: Ints, moves: HostMoves, offsets: Ints) -> Ints:
         edges.setdefault(int(moves.back[k]), []).append(int(up[k]))
     for k in range(count):  # the memory that is taken is what was let go just before
         edges.setdefault(int(up[k]), []).extend(leaving.get(int(moves.fetch[k]), ()))
+        if moves.with_op[k]:
+            edges[int(up[k])].extend(int(p) for p in preds[moves.fetch[k]] if p >= 0)
     for op, downs in leaving.items():
         edges.setdefault(op, []).extend(downs)
     wide = max(preds.shape[1], 3)

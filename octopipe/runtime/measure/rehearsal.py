@@ -1,7 +1,7 @@
 """The rehearsal: a few steps of a plan that correct what the times of single layers do not show.
 
-Knows: the plan that is rehearsed, and how its measured steps correct a profile. Does not know: how plans run
-(`timed_run.py`).
+Knows: the plans that are rehearsed (one of every kind of op, and one of pairs where layers exchange tokens), and how
+their measured steps correct a profile. Does not know: how plans run (`timed_run.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.profile_file import Profile
+from octopipe.costs.segments import MAX_SLOWING, Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
+from octopipe.runtime.measure.exchanges import MOST_SLOWING
 from octopipe.runtime.ranks.world import World
 from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
@@ -119,3 +121,71 @@ def gaps_ms(timeline: Timeline) -> list[float]:
     waits[timeline.transfers.consumer] = True
     mine = np.flatnonzero((s.rank[1:] == s.rank[:-1]) & ~waits[1:])
     return (s.start_ms[mine + 1] - s.end_ms[mine]).tolist()
+
+
+CHUNKS = 2
+"""Stages per rank of the plan of pairs."""
+HALVINGS = 40
+"""How often the interval of possible slowings is halved."""
+ALIKE = (("compute", 0.5), ("exchange", 0.5))
+"""The segments of every layer in the plan of pairs, so that all pipelines that share experts have the same plan."""
+
+
+def pairs_plan(profile: Profile, ranks: int) -> Plan | None:
+    """The plan that is run to learn how long pairs take beside other ranks' pairs; None where no layer exchanges
+    tokens, or where there are too few layers.
+
+    Interleaved 1F1B with F and B of its steady state as pairs: all ranks compute and exchange almost all of the time,
+    as in any plan whose pairs are worth having.
+    """
+    costs = profile.costs
+    if costs.segments is None or not costs.exchanges or costs.graph is not None:
+        return None
+    if costs.num_layers < CHUNKS * ranks:
+        return None
+    rows = (ALIKE,) * costs.num_layers
+    alike = CostTable.uniform(num_layers=costs.num_layers).replace(segments=Segments(forward=rows, input=rows))
+    return build_plan("interleaved-overlap", alike, ranks, 2 * ranks, chunks=CHUNKS)
+
+
+def pairs_rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World) -> Profile:
+    """The profile with its two slowings corrected by measured steps of `pairs_plan`.
+
+    A layer's pairs are measured one at a time: before and after each of them, the rank runs single ops. In a plan of
+    pairs, all ranks compute beside each other's exchanges without a pause, and a pair takes longer (on an H200 with six
+    ranks by 16 %). Computation and exchange are both taken to be slower by the same further amount, for which the
+    predicted time of all pairs is the measured one. It may be negative; no slowing is less than nothing.
+    """
+    segments = profile.costs.segments
+    assert segments is not None
+    took = float(np.median([_pairs_ms(plan, timeline) for timeline in seen]))
+
+    def slowed(more: float) -> Profile:
+        changed = Segments.from_ms(
+            [row or (("compute", 1.0),) for row in segments.forward],
+            [row or (("compute", 1.0),) for row in segments.input],
+            slows_compute=min(max(0.0, segments.slows_compute + more), MAX_SLOWING),
+            slows_exchange=min(max(0.0, segments.slows_exchange + more), MAX_SLOWING),
+        )
+        partial = {level: table.replace(segments=changed) for level, table in profile.partial.items()}
+        return replace(profile, costs=profile.costs.replace(segments=changed), partial=partial)
+
+    before = _pairs_ms(plan, predict(plan, profile))
+    low, high = -max(segments.slows_compute, segments.slows_exchange), MOST_SLOWING
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _pairs_ms(plan, predict(plan, slowed(middle))) < took else (low, middle)
+    more, ratio = world.gather((high, took / before if before > 0 else 1.0))[0]
+    found = slowed(more)
+    told = {"measured_over_predicted": round(ratio, 4), "slowing_added": round(more, 4)}
+    return replace(found, about={**found.about, "rehearsal_of_pairs": told})
+
+
+def _pairs_ms(plan: Plan, timeline: Timeline) -> float:
+    """The time of all pairs of a timeline, each from the first start to the last end of its two ops."""
+    s, t = timeline.spans, plan.table()
+    assert t.lead is not None
+    second = np.flatnonzero(t.lead != np.arange(t.lead.size))
+    first = t.lead[second]
+    start = np.minimum(s.start_ms[first], s.start_ms[second])
+    return float((np.maximum(s.end_ms[first], s.end_ms[second]) - start).sum())

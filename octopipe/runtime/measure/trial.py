@@ -25,7 +25,7 @@ from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap, measure_sum
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
-from octopipe.runtime.measure.rehearsal import rehearsal_plan, rehearsed
+from octopipe.runtime.measure.rehearsal import pairs_plan, pairs_rehearsed, rehearsal_plan, rehearsed
 from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
 from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
 from octopipe.runtime.measure.workload import Workload
@@ -131,6 +131,10 @@ def profile_workload(
         plan = rehearsal_plan(profile, world.size)
         seen, arrivals = _few_steps(work, plan, world, profile)
         profile = rehearsed(profile, plan, seen, world, arrivals=arrivals)
+        paired = pairs_plan(profile, world.size)
+        if paired is not None:
+            seen, _ = _few_steps(work, paired, world, profile)
+            profile = pairs_rehearsed(profile, paired, seen, world)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
 

@@ -155,22 +155,26 @@ class Ops:
         seed: int | None,
         side: Mapping[str, Any] | None,
     ) -> Forward:
-        """F of a stage whose activations then leave for host memory."""
+        """F of a stage whose activations then leave for host memory, as soon as its output is on its way."""
         assert self.host is not None
         cell.parcel = self.host.parcel()
         with self._autocast() if self._autocast is not None else nullcontext():
             made = self.chains[cell.stage].forward(value, needs, then, seed, again=False, side=side, parcel=cell.parcel)
-        self.host.down(cell.parcel)
+        self.host.leaving.append(cell.parcel)
         return made
 
     def move(self, moves: Moves, device: Any) -> None:
-        """What is let go and what is fetched before an op."""
+        """What is let go and what is fetched before an op's input has arrived."""
         assert self.host is not None
         for cell in moves.release:
             if cell.parcel is not None:
                 self.host.release(cell.parcel)
-        for cell in moves.fetch:
-            if cell.parcel is not None:
+        self.fetch(moves.fetch, device)
+
+    def fetch(self, cells: Sequence[Cell], device: Any) -> None:
+        """Start to copy the activations of these cells back."""
+        for cell in cells:
+            if cell.parcel is not None and self.host is not None:
                 self.host.fetch(cell.parcel, device)
 
     def recompute(self, cell: Cell) -> None:

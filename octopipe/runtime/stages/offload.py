@@ -8,7 +8,8 @@ Memory is offloaded, not tensors: tensors that share memory are copied once and 
 that has other owners on the device stays there: parameters, buffers, and all inputs of the forward. On a GPU, copies
 are ordered by events alone, and the host does not wait:
 
-- down (the copy to the host) waits for the compute stream's position after F;
+- down (the copy to the host) waits for the compute stream's position after F, and for what F's output is sent with if
+  that uses the copy engines, too: they work in order, and the next rank would wait for the whole copy;
 - release makes the compute stream wait for down and then frees the memory, so whatever the allocator reuses it for runs
   later on that stream;
 - fetch allocates memory on the compute stream, and up (the copy to the device) waits for that position;
@@ -128,14 +129,27 @@ class HostStore:
         self._up = torch.cuda.Stream(device) if self._cuda else None
         self.moved_bytes = 0
         """To the host, since this was made."""
+        self.leaving: list[Parcel] = []
+        """What forwards have saved and no copy has been started for; see `depart`."""
         self.buffer_bytes = 0
         """Of all buffers in host memory: it stops growing once a step's moves have found theirs."""
 
     def parcel(self) -> Parcel:
         return Parcel(self._small)
 
+    def depart(self, sent: Iterable[Any] = ()) -> None:
+        """Start the copies of everything that is leaving; called after F and the transfers of its output.
+
+        `sent`: events after which these transfers are out of the copy engines."""
+        if self.leaving and self._down is not None:
+            for event in sent:
+                self._down.wait_event(event)
+        for parcel in self.leaving:
+            self.down(parcel)
+        self.leaving.clear()
+
     def down(self, parcel: Parcel) -> None:
-        """Start the copies to the host; called after F."""
+        """Start the copies of one parcel to the host; called after F."""
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream())
         for memory in parcel.memories.values():
@@ -193,6 +207,7 @@ class HostStore:
     def give_up(self) -> None:
         """After an interrupted step: wait for copies that have been started. The parcels are dropped by their
         owners."""
+        self.leaving.clear()
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.synchronize()

@@ -66,6 +66,11 @@ class Transport(ABC):
     def release(self, slot: Slot) -> None:
         """Let go of a sent tensor."""
 
+    def sent(self) -> Sequence[Any]:
+        """CUDA events after which everything sent so far is out of the device's copy engines; none where sends do not
+        use them."""
+        return ()
+
     def end_step(self) -> None:  # noqa: B027
         """All slots are released."""
 

@@ -10,7 +10,7 @@ stricter ones).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,9 @@ class IpcTransport(OrderedTransport):
 
     def _arriving(self, slot: Slot, lane: Lane) -> None:
         """Called when everything that brings a body has been queued on its lane."""
+
+    def sent(self) -> Sequence[Any]:
+        return [event for ring in self._rings.senders.values() for event in ring.lane.events()]
 
     # -- waiting on the host: receives go on meanwhile, since another host may wait for them ------------
 

@@ -54,6 +54,10 @@ class Lane(ABC):
         """A handle: its `wait(timeout)` makes the computation wait for what was queued so far, and `over()` says
         whether that would make the host wait."""
 
+    def events(self) -> list[Any]:
+        """An event of the device after everything queued so far; none on the host."""
+        return []
+
     @abstractmethod
     def close(self, patience_s: float) -> bool:
         """Stop; False where something queued has not ended within that time."""
@@ -177,9 +181,12 @@ class CudaLane(Lane):
         self._driver.wait(self._raw, flag.data_ptr(), value)
 
     def done(self) -> Any:
+        return _Event(self.events()[0])
+
+    def events(self) -> list[Any]:
         event = torch.cuda.Event()
         event.record(self.stream)
-        return _Event(event)
+        return [event]
 
     def close(self, patience_s: float) -> bool:
         end = time.monotonic() + patience_s
