@@ -154,6 +154,20 @@ def inner_model(model: nn.Module) -> nn.Module:
     return found  # type: ignore[no-any-return]
 
 
+def refuse_other_models(model: nn.Module) -> None:
+    """Raise where a model is not one forward from tokens to logits over a vocabulary."""
+    name = type(model).__name__
+    if type(model).forward is nn.Module.forward:
+        parts = [part for part, _ in model.named_children()]
+        raise OctoPipeError(
+            f"{name} has no forward of its own: its generate runs {', '.join(parts)} one after another; give the one "
+            f"that is trained: layers(model.{parts[0]})"
+        )
+    config: Any = model.config
+    if getattr(config.get_text_config(decoder=True), "vocab_size", None) is None:
+        raise OctoPipeError(f"{name} predicts no tokens: its config has no vocabulary; only language models are cut")
+
+
 def shortened(config: Any, num_layers: int, where: str) -> Any:
     """The config with only its first layers; what it lists per layer is cut to match."""
     text = config.get_text_config(decoder=True)

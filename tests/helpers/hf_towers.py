@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from octopipe.huggingface import layers, micro_batches
 from octopipe.huggingface.examples import example_of, takes_more_than_tokens
-from octopipe.huggingface.source import build_on_meta, model_class
+from octopipe.huggingface.source import build_on_meta, model_class, refuse_other_models
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _QUERIES = {"encoder_hidden_size": 32}
@@ -30,6 +30,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "gemma4": {
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4,
+            "position_embedding_size": 64,
+        }
+    },  # fmt: skip
+    "gemma4_unified": {
+        "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 2, "mm_embed_dim": 32,
+                          "mm_posemb_size": 16, "output_proj_dims": 32}
+    },
     "granite_speech": {
         "encoder_config": _CONFORMER,
         "projector_config": _QUERIES,
@@ -45,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "instructblip": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "kimi_k25": {"projection_hidden_size": 32},
+    "kosmos-2.5": {"latent_query_num": 4},
     "llama4": {"vision_config": {"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32}},
     "llava_next": {"image_grid_pinpoints": _TILES},
     "llava_next_video": {"image_grid_pinpoints": _TILES},
@@ -52,6 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
+    "phi4_multimodal": {"vision_config": {"crop_size": 16}},
     "pp_formulanet": {"vision_config": {"post_conv_out_channels": 64, "decoder_hidden_size": 32}},
     "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [32, 32], "image_size": 64}}},
     "vipllava": {"vision_feature_layers": [-2, -3, 1]},
@@ -116,6 +129,7 @@ def twin_of(family: str, config: Any) -> Any:
 
 def _example(model: Any) -> dict[str, Tensor]:
     """The example of the model's inputs; of some families and configs tokens alone."""
+    refuse_other_models(model)
     return example_of(model) if takes_more_than_tokens(model) else {"input_ids": torch.arange(3, 38).view(5, 7)}
 
 
