@@ -116,8 +116,10 @@ def _projection(shell: nn.Module) -> str:
     said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
     vocab = text_config(shell).vocab_size
     found = [name for name, module in shell.named_modules() if module is said]
-    linear = [name for name, module in shell.named_modules() if type(module) is nn.Linear]
-    found += [name for name in reversed(linear) if int(shell.get_submodule(name).weight.shape[0]) == vocab]  # type: ignore[union-attr, arg-type]
+    linear = [
+        name for name, module in shell.named_modules() if type(module) is nn.Linear and module.out_features == vocab
+    ]
+    found += reversed(linear)
     if not found:
         raise ValueError("it has no projection to its vocabulary")
     return found[0]

@@ -32,14 +32,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "gemma4": {
         "vision_config": {
-            "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4,
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
             "position_embedding_size": 64,
         }
-    },  # fmt: skip
+    },
     "gemma4_unified": {
-        "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 2, "mm_embed_dim": 32,
-                          "mm_posemb_size": 16, "output_proj_dims": 32}
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "patch_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 32,
+        }
     },
     "granite_speech": {
         "encoder_config": _CONFORMER,
