@@ -30,13 +30,14 @@ from octopipe.huggingface.liger import apply as put_liger
 from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.prediction_cut import MainWeights, PredictionCut
+from octopipe.huggingface.prediction_weights import PredictionStore
 from octopipe.huggingface.predictions import WithPredictions, with_predictions
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.section_cut import SectionCut, describe_layer
 from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
 from octopipe.huggingface.source import build_on_meta, inner_model, read_config, refuse_other_models, without_memory
-from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
+from octopipe.huggingface.weights import Store, Values, Weights, allocated, first_names, has_weights
 from octopipe.runtime.path_losses import PathLosses
 
 Factory = Callable[[], nn.Module]
@@ -90,18 +91,16 @@ def layers(
     if liger:
         put_liger(model)
     if predictions is not None:
-        model = _predicting(model, predictions, folder)
-    weights = Weights(model, seed=seed, device=torch.device(device), folder=folder)
+        main, weight = model, predictions
+        model = without_memory(lambda: with_predictions(main, weight))
+    weights = Weights(model, seed=seed, device=torch.device(device), store=_store_of(model, folder))
     return LayerList(_cut(model, weights, torch.device(device), example))
 
 
-def _predicting(model: nn.Module, weight: float, folder: Path | None) -> nn.Module:
-    if folder is not None:
-        raise OctoPipeError(
-            f"{folder}: the weights of multi-token-prediction layers are not read from a folder; give its config.json "
-            "for fresh weights, or leave --mtp out"
-        )
-    return without_memory(lambda: with_predictions(model, weight))
+def _store_of(model: nn.Module, folder: Path | None) -> Values | None:
+    if folder is None:
+        return None
+    return PredictionStore(model, folder) if isinstance(model, WithPredictions) else Store(model, folder)
 
 
 def _cut(
@@ -168,6 +167,11 @@ class LayerList(list[Factory | nn.Module]):
     def shared(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Of layers that are connected so: which of them share parameters, and how many."""
         return self._cut.shared if isinstance(self._cut, PredictionCut) else ()
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Parameters of prediction layers that the model's folder does not have, so that they were drawn."""
+        return self._cut.fresh if isinstance(self._cut, PredictionCut) else ()
 
     @property
     def stacks(self) -> tuple[str, ...]:

@@ -63,6 +63,8 @@ class HfModel:
     """Of such layers: which of them share parameters, and how many."""
     untrained_predictions: int = 0
     """Multi-token-prediction layers of the config that the transformers class leaves out."""
+    fresh_predictions: int = 0
+    """Parameters of trained prediction layers that its folder does not have: they begin with fresh values."""
 
     @property
     def num_layers(self) -> int:
@@ -144,6 +146,7 @@ def describe(
         takes=parts.takes,
         shared=parts.shared,
         untrained_predictions=prediction_layers(parts.config) if predictions is None else 0,
+        fresh_predictions=len(parts.fresh),
     )
 
 

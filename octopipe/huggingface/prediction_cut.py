@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from octopipe.huggingface.anatomy import Anatomy
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
+from octopipe.huggingface.partial_shell import partial_shell
 from octopipe.huggingface.pieces import Embed
 from octopipe.huggingface.predictions import (
     AHEAD,
@@ -33,8 +34,8 @@ from octopipe.huggingface.predictions import (
     losses_of,
 )
 from octopipe.huggingface.section_cut import describe_layer
-from octopipe.huggingface.shell import collect, outside, real_buffer, shell_of, zeros_like_all_of
-from octopipe.huggingface.weights import Weights, allocated, first_names
+from octopipe.huggingface.shell import collect, real_buffer, shell_of, zeros_like_all_of
+from octopipe.huggingface.weights import Weights, first_names
 from octopipe.runtime.path_losses import PathLosses
 
 
@@ -94,6 +95,11 @@ class PredictionCut:
                 counts[held] = counts.get(held, 0) + parameter.numel()
         return tuple(sorted(counts.items()))
 
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Parameters that a folder should have and does not."""
+        return () if self.weights is None else tuple(sorted(self.weights.absent))
+
     def pieces(self) -> list[Any]:
         if self.weights is None:
             return [self.make(k) for k in range(self._count)]
@@ -149,22 +155,16 @@ class PredictionCut:
 
     def _prediction(self, layer: int) -> nn.Module:
         number, is_head = self._place(layer)
-        model, path, mine = self.model, f"main.{self.trunk.anatomy.path}", self._mine[layer]
-        missing: list[tuple[str, Tensor]] = []
-
-        def tensor(name: str, old: Tensor) -> Tensor:
-            if isinstance(old, nn.Parameter) and not any(n in mine for n in self._names[id(old)]):
-                missing.append((name, old))
-                return torch.empty_like(old, device="meta")
-            return old if self.weights is None else allocated(old, self.device)
-
-        shell, answers = shell_of(model, path, tensor)
-        if self.weights is not None:
-            held = {n for n, _ in shell.named_parameters(remove_duplicate=False)}
-            self.weights.fill(shell, "", [n for n, _ in outside(model, path) if n in held])
+        shell, answers, missing = partial_shell(
+            self.model,
+            f"main.{self.trunk.anatomy.path}",
+            mine=self._mine[layer],
+            names=self._names,
+            weights=self.weights,
+            device=self.device,
+        )
         if is_head:
             return PredictionHead(shell)
-        missing = [(n, p) for _, p in missing for n in self._names[id(p)]]
         return PredictionLayer(shell, answers, self.trunk.anatomy, number, missing)
 
     def layer_parameters(self) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from octopipe.huggingface.labels import CausalLoss
 from octopipe.huggingface.own_loss import own_loss
+from octopipe.huggingface.partial_shell import partial_shell
 from octopipe.huggingface.passages import Passage, Visit
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.sections import Sections
-from octopipe.huggingface.shell import outside, shell_of
 from octopipe.huggingface.weights import Weights, allocated, first_names
 
 _KIND_NAMES = ("layer_type", "block_type", "attention_type", "layer_kind")
@@ -76,21 +76,15 @@ class SectionCut:
         return Visit(layer, self.sections, number, self.routers)
 
     def _passage(self, number: int) -> Passage:
-        model, sections = self.model, self.sections
-        mine = sections.parameters[number]
-        missing: list[tuple[str, Tensor]] = []
-
-        def tensor(name: str, old: Tensor) -> Tensor:
-            if isinstance(old, nn.Parameter) and not any(n in mine for n in self._names[id(old)]):
-                missing.append((name, old))
-                return torch.empty_like(old, device="meta")
-            return old if self.weights is None else allocated(old, self.device)
-
-        shell, answers = shell_of(model, sections.paths, tensor)
-        if self.weights is not None:
-            held = {n for n, _ in shell.named_parameters(remove_duplicate=False)}
-            self.weights.fill(shell, "", [n for n, _ in outside(model, sections.paths) if n in held])
-        missing = [(n, p) for _, p in missing for n in self._names[id(p)]]
+        sections = self.sections
+        shell, answers, missing = partial_shell(
+            self.model,
+            sections.paths,
+            mine=sections.parameters[number],
+            names=self._names,
+            weights=self.weights,
+            device=self.device,
+        )
         return Passage(shell, answers, sections, number, missing, self.routers)
 
     def _ties(self, layer: int, piece: nn.Module) -> dict[str, str]:

@@ -12,9 +12,9 @@ import contextlib
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +61,15 @@ def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
 class Weights:
     """Fills pieces of one model that was built on `meta`."""
 
-    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, folder: Path | None):
-        self._model, self._seed, self._device = model, seed, device
+    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, store: Values | None):
+        """`store`: what the values are read from; None: all of them are drawn."""
+        self._model, self._seed, self._device, self._store = model, seed, device, store
         self._first = first_names(model)
-        self._store = None if folder is None else _Store(model, folder)
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Parameters that were drawn because what the others are read from does not have them."""
+        return frozenset() if self._store is None else self._store.absent
 
     def fill(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
         """Draw or read all of a piece. Module `x` of the piece is `prefix + x` of the model; `names` are the model's
@@ -117,7 +122,7 @@ class Weights:
             for name in (*names, *buffers):
                 value = found.get(self._first.get(name, name))
                 if value is None:
-                    if name in self._first:
+                    if name in self._first and self._first[name] not in self._store.absent:
                         raise OctoPipeError(f"{self._store.where}: no weights of {name}; is the checkpoint complete?")
                     continue
                 target = _parameter(piece, prefix, name)
@@ -129,17 +134,38 @@ class Weights:
                 target.copy_(value)
 
 
-class _Store:
+class Values(Protocol):
+    """What parameters and buffers are read from."""
+
+    where: str
+    absent: frozenset[str]
+    """Parameters that need not be there: they keep the values that were drawn."""
+
+    def read(self, names: set[str]) -> dict[str, Tensor]: ...
+
+
+class Store:
     """A folder of safetensors, read by the model's own parameter names."""
 
-    def __init__(self, model: nn.Module, folder: Path):
+    absent: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        mapping: Any = None,
+        wanted: Callable[[str], bool] = lambda key: True,
+    ):
+        """`mapping`: transformers' conversions of names (default: the model's own). `wanted`: which keys of the folder
+        are the model's."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         self.where = shown(folder)
         self._model, self._folder = model, folder
-        self._file_of = file_of_keys(folder)
-        self._mapping: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+        self._file_of = {key: file for key, file in file_of_keys(folder).items() if wanted(key)}
+        self._mapping: Any = get_model_conversion_mapping(model) if mapping is None else mapping  # type: ignore[arg-type]
         renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
         state = model.state_dict()
@@ -156,6 +182,10 @@ class _Store:
                 targets = [name.replace(heads[0], other) for other in heads]
             for target in targets:
                 self._sources.setdefault(first.get(target, target), []).append(key)
+
+    def holds(self, name: str) -> bool:
+        """Whether the folder has a parameter or buffer of the model."""
+        return name in self._sources
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
         """These parameters and buffers, as far as they are there."""

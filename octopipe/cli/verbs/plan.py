@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="planning system: octopipe, alpa, dapple, metis, mist (as published), a comma-separated list, or all "
         "(default: octopipe)",
     )
+    group.add_argument(
+        "--mtp",
+        action="store_true",
+        help="plan multi-token prediction where it runs: as a path of its own (`octopipe train --mtp`), with --for "
+        "megatron as layers before the head",
+    )
     group.add_argument("--today", metavar="SIZES", help="the split you run now, e.g. tp=4,pp=8,vp=5, for comparison")
     group.add_argument(
         "--budget", type=seconds, default=30.0, metavar="TIME", help="time for the whole command (default: 30s)"
@@ -309,6 +315,10 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         raise OctoPipeError(
             f"{args.model} contains times of one split only; to plan a cluster name a preset or a config.json"
         )
+    if args.mtp:
+        from octopipe.search.planner.predictions import planned_for
+
+        spec = planned_for(spec, args.runtime)
     nodes: Any = ()
     kind = GpuName().read("gpu", args.gpu or DEFAULT_GPU)
     gpus = args.gpus

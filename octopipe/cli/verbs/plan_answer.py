@@ -29,6 +29,7 @@ BY = {"estimated": "est.", "interleaved": "inter", "interleaved-overlap": "inter
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
     """The answer as one JSON object."""
     from octopipe.search.planner.errors import expected_error
+    from octopipe.search.planner.predictions import placement
 
     return {
         "model": args.model,
@@ -45,6 +46,7 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], re
         "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
         "changes": [*changes(found), *why_words(reasons), *economy_words(args, found)],
         "economy": economy_of(args, found),
+        "multi_token_prediction": placement(found.best),
         "commands": lines,
         "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
         "splits": found.splits,
@@ -216,12 +218,15 @@ def rates_words(setup: Setup) -> str:
 
 def changes(found: Found) -> list[str]:
     """The winner in words, beside what runs today."""
+    from octopipe.search.planner.predictions import placement_words
+
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
     step = f"{milliseconds(best.step_ms)} a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
     out.append(rates_words(best.setup))
+    out += placement_words(best)
     out += experts_words(best)
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)

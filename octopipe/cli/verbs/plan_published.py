@@ -35,6 +35,8 @@ def refuse_idle(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems train all weights; leave it out")
+    if args.mtp:
+        raise OctoPipeError("--mtp: published systems plan chains of layers; leave it out")
     if args.page:
         raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":

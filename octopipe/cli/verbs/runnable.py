@@ -65,6 +65,8 @@ def model_of(
         )
         if found.untrained_predictions:
             _tell_untrained(name, found.untrained_predictions, "--mtp, which trains them, is not given")
+        if found.fresh_predictions:
+            _tell_fresh(name, found.fresh_predictions)
         return found
     if mtp is not None:
         raise OctoPipeError("--mtp is for transformers' models: octopipe's own layers predict one token; leave it out")
@@ -94,6 +96,16 @@ def _tell_untrained(name: str, count: int, why: str) -> None:
 
     layers = counted(count, "multi-token-prediction layer")
     text = f"{name} has {layers}, and {why}: the main model alone is trained or measured"
+    console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
+
+
+def _tell_fresh(name: str, count: int) -> None:
+    """Weights that are not read must be told, too."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.cli.verbs.text import counted
+
+    what = f"{counted(count, 'parameter')} of its prediction layers"
+    text = f"{name} has no weights for {what}: they begin with fresh ones"
     console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 

@@ -30,6 +30,8 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_bytes, shown
 from octopipe.base.memory import free_memory_bytes
 from octopipe.huggingface.cut import LayerList, layers
+from octopipe.huggingface.prediction_weights import save_with_predictions
+from octopipe.huggingface.predictions import USUAL_WEIGHT, WithPredictions, prediction_layers
 from octopipe.runtime.training.checkpoint import read_layer, read_record
 from octopipe.runtime.training.layer_file import WrongFile, opened
 from octopipe.runtime.training.shelf import layer_file
@@ -38,6 +40,8 @@ from octopipe.simulation.timeline import GIB
 SHARD = "5GB"
 """Of safetensors, as transformers writes them."""
 DCP_ABOUT = "octopipe.json"
+LAYERS_OF_A_PREDICTION = 2
+"""A prediction layer and its head."""
 MAX_COMPANION_BYTES = 256 << 20
 """The largest tokenizers have some tens of megabytes."""
 COMPANIONS = ("tokenizer", "special_tokens", "vocab", "merges", "generation_config", "chat_template")
@@ -76,7 +80,10 @@ def to_huggingface(
         model.config.dtype = next(iter(kinds))
     _put(model, seen)
     with _written(target) as out:
-        model.save_pretrained(out, max_shard_size=SHARD)
+        if isinstance(model, WithPredictions):
+            save_with_predictions(model, out, max_shard_size=SHARD)
+        else:
+            model.save_pretrained(out, max_shard_size=SHARD)
         _companions(Path(source), out)
     return len(seen)
 
@@ -115,9 +122,12 @@ def to_dcp(
 
 
 def _parts(source: str | os.PathLike[str], record: dict[str, Any], home: Path) -> LayerList:
-    """The model of a config, on meta, if the checkpoint is one of it."""
+    """The model of a config, on meta, if the checkpoint is one of it; with its predictions, if they were trained."""
     short = int(record["num_layers"])
     parts = layers(source, pretrained=False)
+    more = prediction_layers(parts.config)
+    if more and short == len(parts) + LAYERS_OF_A_PREDICTION * more:
+        parts = layers(source, pretrained=False, predictions=USUAL_WEIGHT)  # the weight of a loss is nothing to write
     if len(parts) != short:
         raise OctoPipeError(
             f"{shown(home)} has {short} layers, {shown(source)} {len(parts)} with embedding and head; give the "

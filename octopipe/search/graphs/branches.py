@@ -96,7 +96,13 @@ def _branches(plan: Plan, costs: CostTable) -> list[int]:
     return [s for s, stage in enumerate(plan.stages) if stage.first > min(fork, first - 1)]
 
 
-def _placed(best: Judged, costs: CostTable) -> Judged:
+def placed(plan: Plan, costs: CostTable, over: Callable[[], bool]) -> Plan:
+    """A plan of the graph with every stage of a branch on the rank where it is best; the best so far once time is
+    `over`, and the plan itself where none of the moves is faster and fits."""
+    return _placed((plan, simulate(plan, costs)), costs, over)[0]
+
+
+def _placed(best: Judged, costs: CostTable, over: Callable[[], bool] = lambda: False) -> Judged:
     """Every stage of a branch on the rank where it is best, one after the other, until nothing gets better."""
     if best[0].replicas() or len(best[0].routes) > 1:
         return best
@@ -107,6 +113,8 @@ def _placed(best: Judged, costs: CostTable) -> Judged:
             for rank in range(best[0].num_ranks):
                 if rank == best[0].stages[s].rank:
                     continue
+                if over():
+                    return best
                 plan = _moved(best, s, rank)
                 timeline = simulate(plan, costs)
                 if timeline.fits and timeline.step_ms < best[1].step_ms - 1e-9:
@@ -193,4 +201,4 @@ def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None)
     return (better, after) if after.fits and after.step_ms < best[1].step_ms else best
 
 
-__all__ = ["check_graph", "priced", "search_graph"]
+__all__ = ["check_graph", "placed", "priced", "search_graph"]

@@ -58,6 +58,11 @@ class Budget:
         """Whether this share of the budget has been spent, or a stop has been requested."""
         return self.stop() or self.used() >= share * (self.seconds - self.ending_s)
 
+    def after(self, seconds: float) -> Stop:
+        """A function that tells whether this many seconds have passed from now, or a stop has been requested."""
+        until = self.used() + seconds
+        return lambda: self.stop() or self.used() >= until
+
     def simulating_s(self, ops: int) -> float:
         return ops * self.s_per_op
 

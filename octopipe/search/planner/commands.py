@@ -12,7 +12,9 @@ from collections.abc import Callable
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.fields import ranges_text
 from octopipe.models.spec import ModelSpec, Moe, Mtp
+from octopipe.models.zoo import PRESETS
 from octopipe.search.planner.megatron_line import megatron_line
+from octopipe.search.planner.predictions import refuses_paths
 from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
 
@@ -75,6 +77,8 @@ def megatron(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
 
 def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
     split, setup = candidate.split, candidate.setup
+    if spec.takes and not (split.whole_layers and setup.recompute == "none"):
+        return own_pipeline(candidate, plan_file)
     if split.tp * split.cp * split.ep > 1:
         raise OctoPipeError("`octopipe train` divides no tensor; give it layers that do, or plan with --for octopipe")
     if split.zero and split.dp > 1:
@@ -82,10 +86,15 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
             f"`octopipe train` holds weights, gradients and state whole on every replica, and this split counts on "
             f"ZeRO-{split.zero}; plan with --for octopipe"
         )
-    if any(isinstance(layer, Mtp) for layer in spec.layers):
+    predicts = any(isinstance(layer, Mtp) for layer in spec.layers)
+    if predicts and not spec.takes:
         raise OctoPipeError(
-            "`octopipe train` needs a plan of its own layers for multi-token prediction: octopipe tune --mtp, or "
-            "octopipe profile --mtp, then tune the profile"
+            "`octopipe train` runs multi-token prediction as a path of its own, and this plan has it before the head; "
+            "plan with --mtp"
+        )
+    if predicts and model in PRESETS:
+        raise OctoPipeError(
+            f"`octopipe train --mtp` trains transformers' prediction layers; plan the config.json of {model} instead"
         )
     if setup.recompute != "none":
         raise OctoPipeError(
@@ -95,8 +104,20 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
     file = needs_file(plan_file)
     words = f"{torchrun(candidate)} -m octopipe train {shlex.quote(model)} --plan {file} --dp {split.dp}"
     words += f" --offload-optimizer {setup.offload_optimizer:g}" if setup.offload_optimizer else ""
+    words += " --mtp" if predicts else ""
     words += f" --seq {setup.seq} --micro-batch-size {split.micro_batch_size}"
     return f"{words} --precision bf16-main-fp32 --device cuda"
+
+
+def own_pipeline(candidate: Candidate, plan_file: str | None) -> str:
+    """A script of one's own around `octopipe.Pipeline`, which runs every plan on layers that divide their tensors."""
+    split, file = candidate.split, needs_file(plan_file)
+    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}"
+    mesh += f", experts over {split.ep} ranks" if split.ep > 1 else ""
+    mesh += f", {recomputed(candidate)}" if candidate.setup.recompute != "none" else ""
+    mesh += f", ZeRO-{split.zero} over dp" if split.zero and split.dp > 1 else ""
+    words = f"octopipe.Pipeline(layers, octopipe.load_plan({file!r}), losses) with {mesh}"
+    return f"{torchrun(candidate)} train.py  # your own script: {words}"
 
 
 def recomputed(candidate: Candidate) -> str:
@@ -304,7 +325,7 @@ def command_lines(
         if runtime not in ("any", name):
             continue
         try:
-            if reason := RUNTIMES[name].refuses(candidate.setup):
+            if reason := RUNTIMES[name].refuses(candidate.setup) or refuses_paths(name, spec):
                 raise OctoPipeError(reason)
             out[name] = line(candidate, spec, model, plan_file)
         except OctoPipeError as error:

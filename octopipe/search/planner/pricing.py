@@ -7,6 +7,7 @@ there are (`splits.py`) or how a budget is spent on them (`search.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.analytic.traffic import ring_ms
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
+from octopipe.plans.branches import along_graph
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.runtimes import Checkpoints
@@ -114,6 +117,8 @@ class _Work(NamedTuple):
     total_ms: float
     lane_ms: float
     """The time of the busier lane, compute or exchange; the sum of both if ops do not run in pairs."""
+    way_ms: float
+    """The part of it that a micro-batch passes through one after the other: all of it, unless its path forks."""
     fastest: float
     """The slowdown factor of the fastest rank."""
 
@@ -175,7 +180,7 @@ class Pricer:
         # Ops run in pairs, and hide what they exchange, where there are other ranks: one micro-batch's way has nothing
         # to hide behind, all of them together do.
         lane = work.lane_ms if split.pp > 1 else work.total_ms
-        way = (split.pp - 1) / (split.pp * split.vp) * work.total_ms
+        way = (split.pp - 1) / (split.pp * split.vp) * work.way_ms
         return work.fastest * (m * lane / split.pp + way)
 
     def _least_work(self, split: Split) -> _Work:
@@ -183,7 +188,8 @@ class Pricer:
             costs = self.costs(split if split.zero >= 2 else replace(split, zero=0, hsdp=1))
             forward, total = float(costs.forward_ms.sum()), float(costs.layer_ms.sum())
             slow = float(min(costs.slowdown(r) for r in range(split.pp)))
-            return _Work(forward_ms=forward, total_ms=total, lane_ms=total, fastest=slow)
+            way = self._way_ms(costs.layer_ms.tolist())
+            return _Work(forward_ms=forward, total_ms=total, lane_ms=total, way_ms=way or total, fastest=slow)
         setup = replace(split.setup(self.base, self.global_batch), zero=0, hsdp=1)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
         forward = sum(x.forward_ms for x in layers)
@@ -194,8 +200,14 @@ class Pricer:
             forward_ms=forward,
             total_ms=total,
             lane_ms=max(total - exchange, exchange) if self.pairs else total,
+            way_ms=self._way_ms([x.forward_ms + x.input_ms + x.weight_ms for x in layers]) or total,
             fastest=1.0,
         )
+
+    def _way_ms(self, layer_ms: Sequence[float]) -> float:
+        """The time of the layers on the longest path through a model whose layers fork; 0 for a chain."""
+        takes = self.spec.takes
+        return sum(layer_ms[k] for k in LayerGraph(takes=takes).longest(layer_ms)) if takes else 0.0
 
     def _sharded_ms(self, split: Split, work: _Work) -> float:
         """One micro-batch where replicas divide gradients or weights: the gathers and reductions of all layers together
@@ -319,7 +331,7 @@ class Pricer:
         if layers != (found.setup.recompute_layers or 0):
             costs = self.costs(split, "full", layers if layers < self.spec.num_layers - 2 else None)
             found = self.of_plan(split, build(costs), costs, system)
-        return self._by_speed(found)
+        return self._by_speed(found, build)
 
     def _checkpointed(self, found: Candidate) -> int:
         """How many layers the runtime recomputes where the candidate needs some of them: as many, all, or the same
@@ -332,16 +344,17 @@ class Pricer:
         assert found.plan is not None
         return checkpointed_per_stage(found.plan, layers)[1]
 
-    def _by_speed(self, even: Candidate) -> Candidate:
+    def _by_speed(self, even: Candidate, build: Callable[[CostTable], Plan]) -> Candidate:
         """For ranks of unequal speed: the same schedule with layers per stage in proportion to the speed of the stage's
         rank, if that is faster and fits."""
-        plan, costs = even.plan, even.costs
-        assert plan is not None and costs is not None
+        costs = even.costs
+        assert even.plan is not None and costs is not None
+        plan = even.plan if costs.graph is None else build(costs.as_chain())
         sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
         if sizes is None:
             return even
         cuts = [0, *(int(cut) for cut in np.cumsum(sizes))]
-        found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
+        found = self.of_plan(even.split, along_graph(with_cuts(plan, cuts), costs.graph), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
     def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:

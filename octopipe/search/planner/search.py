@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
@@ -18,12 +18,13 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
-from octopipe.search.planner.commands import command_lines, runs_on
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.splits import Split, least_state_bytes, splits, why_no_split
-from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
+from octopipe.search.planner.splits import Split, splits, why_no_split
+from octopipe.search.planner.tuning import ops_of, place_branches, schedules, tune_candidate, without_kernels
+from octopipe.search.planner.unfit import nothing_fits, unfit, unrun
 
 SIMULATED, TUNED = 8, 2
 """Number of splits that are simulated at least, and number that are tuned first, if time allows."""
@@ -39,6 +40,9 @@ ROUNDS = 3
 """Number of times that a search with time left tunes its best splits again."""
 AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
+PLACED, PLACING = 3, 0.15
+"""Of a model whose layers fork: the number of splits whose branches are placed on other ranks, and the share of the
+time left that each of them gets."""
 TUNING_S = 20.0
 """One more split is tuned for each further period of this many seconds in the budget."""
 
@@ -98,6 +102,7 @@ def search(
     run.judge(judging)
     run.simulate(judging + SIMULATING)
     run.schedule(judging + 1.5 * SIMULATING)
+    run.place()
     run.improve()
     # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
     while run.left_ms is not None and not budget.over(AGAIN):
@@ -105,6 +110,7 @@ def search(
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
         run.simulate(1.0)
         run.schedule(1.0)
+        run.place()
         run.improve()
         if run.judged == before:
             break
@@ -140,7 +146,7 @@ class _Run:
         self.runtime, self.seed, self.budget = runtime, seed, budget
         self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
-        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
+        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops and not spec.takes
         self.pricer = Pricer(
             spec,
             base,
@@ -163,6 +169,7 @@ class _Run:
         self.skipped: list[str] = []
         self.improved: set[Split] = set()
         self.scheduled: set[Split] = set()
+        self.placed: list[Candidate] = []
         known = published_splits(self.pricer, self.every, gpus, runtime) if published else []
         self.published = {s for s in known if all(getattr(s, k) == v for k, v in fixed.items())}
 
@@ -187,7 +194,7 @@ class _Run:
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
-            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
+            raise DoesNotFitError(nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
 
     def simulate(self, until: float) -> None:
@@ -269,6 +276,20 @@ class _Run:
             if why_not:
                 return
 
+    def place(self) -> None:
+        """Of a model whose layers fork, the best few splits with the stages of every branch where they are best."""
+        if not self.spec.takes or not self.runtime.tuned:
+            return
+        fitting = sorted((c for c in self.simulated if c.fits and c.split.pp > 1), key=lambda c: c.step_ms)
+        for candidate in fitting[:PLACED]:
+            if candidate in self.placed:
+                continue
+            self.placed.append(candidate)
+            self.tell(f"placing the branches of {candidate.split.words()}")
+            over = self.budget.after(PLACING * self.budget.left())
+            better = place_branches(self.pricer, candidate, over)
+            self.tuned += [] if better is None else [better]
+
     def _improve(self, candidate: Candidate, seconds: float) -> None:
         """Try published schedules on one split and tune it, within about this many seconds."""
         began = self.budget.used()
@@ -347,9 +368,9 @@ class _Run:
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
         if not rivals and (fit := [c for c in self.simulated if c.fits]):
-            raise OctoPipeError(_unrun(min(fit, key=lambda c: c.step_ms), self.spec))
+            raise OctoPipeError(unrun(min(fit, key=lambda c: c.step_ms), self.spec))
         if not rivals:
-            raise DoesNotFitError(_unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
+            raise DoesNotFitError(unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
         fastest = min(rivals, key=lambda c: c.step_ms)
         best = simplest(rivals, margin, present)
         done = {c.split for c in self.simulated}
@@ -408,40 +429,3 @@ def _today(
         if found:
             return min(found, key=lambda c: c.step_ms)
     return pricer.simulated(split, recompute)
-
-
-def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
-    """The error if no split fits: the leanest split, what it lacks, and whether host memory would help."""
-    words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
-    small = [split for split in every if split.zero < 2]
-    if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
-        return words
-    host = Pricer(pricer.spec, replace(pricer.base, offload_optimizer=1.0), pricer.global_batch)
-    found = host.candidate(_leanest(host, small), modes)
-    if not found.fits:
-        return words
-    return (
-        f"{words}; or keep the optimizer state in the host's memory: --offload-optimizer 1 fits {found.split.words()}"
-    )
-
-
-def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
-    def size(split: Split) -> tuple[float, int, int]:
-        state = least_state_bytes(split, pricer.dense, pricer.experts, pricer.base, pricer.trained)
-        return state, split.micro_batch_size, split.vp
-
-    return min(every, key=size)
-
-
-def _unrun(best: Candidate, spec: ModelSpec) -> str:
-    """The reasons why no runtime can run the best simulated split."""
-    lines = command_lines(best, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
-    reasons = "; ".join(f"{name}: {line.removeprefix('none: ')}" for name, line in lines.items())
-    return f"no runtime runs {best.split.words()}, the best of what was simulated in time; give more time ({reasons})"
-
-
-def _unfit(pricer: Pricer, found: Candidate) -> str:
-    return (
-        f"no split of {found.setup.num_gpus} GPUs fits {pricer.spec.name}: even {found.split.words()} needs "
-        f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller reserve or batch"
-    )

@@ -61,6 +61,11 @@ class Split:
         )
 
     @property
+    def whole_layers(self) -> bool:
+        """Whether `octopipe train` runs the split: it divides neither tensors nor state."""
+        return self.tp * self.cp * self.ep == 1 and (self.zero == 0 or self.dp == 1)
+
+    @property
     def coarse(self) -> Split:
         """The split without its number of stages per rank."""
         return replace(self, vp=1)

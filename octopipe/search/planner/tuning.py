@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
-from octopipe.search.planner.budget import Budget
+from octopipe.search.graphs.branches import placed
+from octopipe.search.planner.budget import Budget, Stop
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import Runtime, Target
 from octopipe.search.planner.splits import Split
@@ -38,16 +39,24 @@ def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool =
     return out
 
 
+def place_branches(pricer: Pricer, candidate: Candidate, over: Stop) -> Candidate | None:
+    """The split with every stage of its branches on the rank where it is best, as far as time allows; None where that
+    is no faster."""
+    plan, costs = candidate.plan, candidate.costs
+    assert plan is not None and costs is not None
+    found = pricer.of_plan(candidate.split, placed(plan, costs, over), costs, "placed")
+    return found if found.fits and found.step_ms < candidate.step_ms else None
+
+
 def ops_of(candidate: Candidate) -> int:
     return 0 if candidate.plan is None else sum(map(len, candidate.plan.orders))
 
 
-def target_of(split: Split, runtime: Runtime) -> Target:
-    """Which plans a search may return: layers on several ranks and recomputation by ops run in `octopipe train` alone,
-    which divides neither tensors nor state."""
+def target_of(split: Split, runtime: Runtime, *, forks: bool = False) -> Target:
+    """Which plans a search may return: layers on several ranks and recomputation by ops run in `octopipe train` alone.
+    Where layers fork, `octopipe.Pipeline` runs every plan."""
     assert runtime.target is not None
-    ours = split.tp * split.cp * split.ep == 1 and (split.zero == 0 or split.dp == 1)
-    return "torch" if runtime.name == "any" and not ours else runtime.target
+    return "torch" if runtime.name == "any" and not forks and not split.whole_layers else runtime.target
 
 
 def without_kernels(budget: Budget) -> str:
@@ -88,11 +97,13 @@ def tune_candidate(
     if searching < LEAST_S:
         return None, "the time left is too short for it", budget.stop()
     start: Plan | None = None
-    if candidate.fits and not any(s.recompute for s in plan.stages):
+    forks = costs.graph is not None  # the search for such plans begins with chains
+    if candidate.fits and not forks and not any(s.recompute for s in plan.stages):
         start = replace(plan, pairs=frozenset())
-    target = target_of(candidate.split, runtime)
+    target = target_of(candidate.split, runtime, forks=forks)
+    ours = target == "octopipe" and (runtime.name != "any" or candidate.split.whole_layers)
     whole = costs.setup is not None and costs.setup.recompute == "full"
-    if whole and recompute == "auto" and runtime.name == "any" and target == "octopipe":
+    if whole and recompute == "auto" and runtime.name == "any" and ours:
         # The search knows better than a number of layers for all which ones to recompute.
         costs, start = pricer.costs(candidate.split, "selective"), None
     began = budget.used()
@@ -104,7 +115,8 @@ def tune_candidate(
             plan.num_micro_batches,
             budget_s=searching,
             seed=seed,
-            recompute=recompute == "auto" and target == "octopipe",
+            recompute=recompute == "auto" and ours,
+            copies=None if ours else False,
             start=start,
             target=target,
             progress=lambda seen: budget.stop() or budget.used() > until,

@@ -1,0 +1,52 @@
+"""A model without its layers, which has memory for some of its parameters alone.
+
+Knows: that a piece between layers holds the parameters it uses, that all others are shapes without memory, and that
+pieces of a model on `meta` are filled. Does not know: which parameters a piece uses (`sections.py`,
+`prediction_cut.py`), or how shells run (`shell.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.huggingface.shell import LayerAnswers, outside, shell_of
+from octopipe.huggingface.weights import Weights, allocated
+
+
+class PartialShell(NamedTuple):
+    """A model whose layers are stand-ins, with what the piece around it needs."""
+
+    model: nn.Module
+    answers: LayerAnswers
+    missing: list[tuple[str, Tensor]]
+    """Parameters of other pieces, under each of their names, of which this one has shapes alone."""
+
+
+def partial_shell(
+    model: nn.Module,
+    paths: str | tuple[str, ...],
+    *,
+    mine: Collection[str],
+    names: Mapping[int, list[str]],
+    weights: Weights | None,
+    device: torch.device | None,
+) -> PartialShell:
+    """A shell of the model with the layers at `paths` left out that holds the parameters `mine`. `names`: all names of
+    a parameter, by its identity. `weights`: what fills it; None: it uses the model's own parameters."""
+    missing: list[Tensor] = []
+
+    def tensor(_: str, old: Tensor) -> Tensor:
+        if isinstance(old, nn.Parameter) and not any(name in mine for name in names[id(old)]):
+            missing.append(old)
+            return torch.empty_like(old, device="meta")
+        return old if weights is None else allocated(old, device)
+
+    shell, answers = shell_of(model, paths, tensor)
+    if weights is not None:
+        held = {name for name, _ in shell.named_parameters(remove_duplicate=False)}
+        weights.fill(shell, "", [name for name, _ in outside(model, paths) if name in held])
+    return PartialShell(shell, answers, [(name, old) for old in missing for name in names[id(old)]])
