@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -24,8 +25,9 @@ from typing import Any
 import numpy as np
 from known_warnings import filter_in_a_rank
 
-PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
-"""What ranks import, once for a whole test run: the first to start the server decides what it holds."""
+PRELOAD = ["octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest", "octopipe.runtime.training.warm"]
+"""What ranks import, once for a whole test run: the first to start the server decides what it holds. The last one
+freezes what is there by then."""
 
 PATIENCE_S = 300.0
 """How long a test waits for what comes at once on a quiet machine. No test may fail because the machine is busy, so
@@ -97,6 +99,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
 def _fork_ranks(imports: Sequence[str], starts: Sequence[tuple[Any, ...]]) -> None:
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()
     fork = mp.get_context("fork")
     ranks = [fork.Process(target=_forked, args=(rank, starts)) for rank in range(len(starts))]
     for rank in ranks:
