@@ -53,8 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
-        # Files that ask for the same imports, which take long, share their ranks.
-        close_shared(keep=getattr(getattr(nextitem, "module", None), "IMPORTS", ()))
+        close_shared()
         gc.collect()
 
 

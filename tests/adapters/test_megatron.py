@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, 
 
 import megatron_models as mm  # noqa: E402
 import numpy as np  # noqa: E402
+from megatron_dispatchers import EXPERT_LAYERS, paired_and_not  # noqa: E402
 from megatron_jobs import (  # noqa: E402
     IMPORTS,
     LAYERS,
@@ -30,6 +32,7 @@ from megatron_jobs import (  # noqa: E402
     tuned,
 )
 from ranks import PATIENCE_S, Ranks, shared_ranks  # noqa: E402
+from test_pairs import with_pairs  # noqa: E402
 
 from octopipe import megatron  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
@@ -136,6 +139,22 @@ def test_multi_token_prediction(four):
     costs = CostTable.uniform(num_layers=LAYERS + 1)
     jobs = [(build_plan(name, costs, 2, 4), {"mtp_num_layers": 1, "ddp": "plain"}) for name in ("1f1b", "zb-h1")]
     _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+def test_megatrons_dispatchers_give_the_same_gradients_inside_pairs(four):
+    """Inside pairs, ep 2 x pp 2: the gradients of the same plan without pairs."""
+    plan = build_plan("zb-v", CostTable.uniform(num_layers=EXPERT_LAYERS), 2, 4)
+    plan = with_pairs(random.Random(2), plan, share=1.0)
+    assert plan.pairs
+    for found in four.run(paired_and_not, plan, ("alltoall", "allgather")):
+        for paired, plain, _ in found.values():
+            assert paired.keys() == plain.keys() and paired
+            assert all(torch.equal(paired[name], plain[name]) for name in plain)
+            assert any(float(g.abs().max()) > 1e-3 for name, g in plain.items() if "local_experts" in name)
+        # The two exchange tokens in different ways, and have the same gradients.
+        one, other = found["alltoall"][0], found["allgather"][0]
+        assert all(torch.allclose(one[name], other[name], rtol=1e-10, atol=1e-12) for name in one)
+        assert found["alltoall"][2] > 0, "no exchange of the dispatcher was found"
 
 
 # -- what it refuses -----------------------------------------------------------------------------------

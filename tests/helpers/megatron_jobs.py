@@ -24,6 +24,7 @@ PATTERN = "M-*M-*"
 TOLERANCE = 1e-10
 IMPORTS = (
     "megatron_jobs",
+    "megatron_dispatchers",
     "octopipe.megatron.driver",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",

@@ -242,9 +242,7 @@ def shared_ranks(size: int, imports: tuple[str, ...] = ()) -> Ranks:
     return world
 
 
-def close_shared(keep: tuple[str, ...] = ()) -> None:
-    """End the shared worlds, except those with the imports in `keep`: every group that tests made keeps a thread in
-    every rank, which wakes up all the time."""
-    for size, imports in list(_SHARED):
-        if not imports or imports != keep:
-            _SHARED.pop((size, imports)).close()
+def close_shared() -> None:
+    """End the shared worlds: every group that tests made keeps a thread in every rank, which wakes up all the time."""
+    while _SHARED:
+        _SHARED.popitem()[1].close()
