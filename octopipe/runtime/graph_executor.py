@@ -40,11 +40,12 @@ class GraphExecutor(Executor):
     def __init__(self, program: Any, layers: dict[int, nn.Module], loss_fn: Any, *args: Any, **options: Any):
         if options.get("cuda_graphs") is not None:
             raise OctoPipeError("CUDA graphs do not support plans whose paths fork; leave cuda_graphs out")
-        self._cut: CutLoss | None = None
-        if program.plan.shards().get(program.plan.num_layers - 1):
-            self._cut = cut_loss(loss_fn)
-        elif isinstance(loss_fn, PathLosses):
+        if isinstance(loss_fn, PathLosses):
             loss_fn.check(program.plan)
+        self._cut: dict[int, CutLoss] = {
+            layer: cut_loss(loss_fn.of_layer(layer) if isinstance(loss_fn, PathLosses) else loss_fn)
+            for layer in program.plan.cut_heads
+        }
         self._picks: dict[int, Any] = {}
         super().__init__(program, layers, loss_fn, *args, **options)
 
@@ -128,21 +129,20 @@ class GraphExecutor(Executor):
 
     def _then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
         """What follows a stage's layers inside its forward: the loss, or a shard's part of it."""
-        if self._cut is None and cell.last and isinstance(self.loss_fn, PathLosses):
-            function = self.loss_fn.of_layer(self.program.plan.stages[cell.stage].stop - 1)
-            return function if targets is None else Loss(function, targets[cell.micro_batch])
-        if self._cut is None:
-            return self.loss(targets, cell.micro_batch) if cell.last else None
         if not cell.is_shard and not cell.last:
             return None
-        if targets is None:
+        layer = self.program.plan.stages[cell.stage].stop - 1
+        cut = self._cut.get(layer)
+        if cut is not None and targets is None:
             raise OctoPipeError("a split head needs the target of every micro-batch: step(batch, target)")
-        target = targets[cell.micro_batch]
-        if cell.last:
-            return Loss(self._cut.of_tokens, target)
-        layer = self.program.plan.stages[cell.stage].first
-        module = self.chains[cell.stage].parts[-1][0].modules[layer - self.chains[cell.stage].parts[-1][0].first_layer]
-        return Loss(self._cut.partial(module), target)
+        if cut is not None and targets is not None:
+            part = self.chains[cell.stage].parts[-1][0]
+            made = cut.of_tokens if cell.last else cut.partial(part.modules[layer - part.first_layer])
+            return Loss(made, targets[cell.micro_batch])
+        if isinstance(self.loss_fn, PathLosses):
+            function = self.loss_fn.of_layer(layer)
+            return function if targets is None else Loss(function, targets[cell.micro_batch])
+        return self.loss(targets, cell.micro_batch)
 
     def _gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
         """The gradient of a cell's output, summed over its consumers."""
@@ -256,7 +256,7 @@ class GraphExecutor(Executor):
         side: Sequence[Mapping[str, Any]] | None = None,
         loss: bool = True,
     ) -> dict[int, Any]:
-        if not loss and self._cut is not None:
+        if not loss and self._cut:
             raise OctoPipeError(
                 "the head is split, so no rank has complete logits; use a plan with an unsplit head for them"
             )

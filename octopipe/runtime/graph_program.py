@@ -52,7 +52,7 @@ class GraphCell(Cell):
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
     is_shard: bool = False
-    """Whether it is a shard of the last layer: its output are partial sums of the loss."""
+    """Whether it is a shard of a head: its output are partial sums of the loss."""
     left: int = 0
     """Number of consumers that have not received the output yet."""
     versions: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
 
 def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:
     """Cells by stage and micro-batch, ports by edge and micro-batch."""
-    again = plan.table().index[R]
+    again, heads = plan.table().index[R], plan.cut_heads
     cells: dict[tuple[int, int], GraphCell] = {}
     ports: dict[tuple[int, int, int], Port] = {}
     for m, number in enumerate(plan.route_of_micro_batch):
@@ -120,7 +120,7 @@ def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dic
             if plan.stages[s].rank == rank:
                 into = [a for a, b in path_edges if b == s]
                 shards = {(plan.stages[a].first, plan.stages[a].stop) for a in into if plan.stages[a].shard}
-                is_shard = plan.stages[s].shard is not None and plan.stages[s].stop == plan.num_layers
+                is_shard = plan.stages[s].shard is not None and plan.stages[s].stop - 1 in heads
                 cells[s, m] = GraphCell(
                     s,
                     m,

@@ -22,7 +22,7 @@ from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.search.exact import Solved, solve
 from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
-from octopipe.search.offload import offload_words, with_offload
+from octopipe.search.offload import SearchMore, offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed
 from octopipe.plans.plan import Plan
@@ -38,6 +38,9 @@ from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import COPYING
 from octopipe.search.tuner.warm import compile_kernels
 
+CUT_SHARES = 0.4, 0.4
+"""Of a search for layers that fork whose heads may be cut: the shares of its time for whole heads, and for a partition
+that leaves room for parts of them. The rest polishes the orders."""
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
@@ -164,22 +167,51 @@ def _search_graph(
     from octopipe.search.graphs.branches import check_graph, search_graph  # which uses parts of this package
 
     costs, num_ranks, num_micro_batches = setting
-    check_graph(costs, asked.target, common["start"], cut_head=asked.cut_head, offload=asked.offload)
+    check_graph(costs, asked.target, common["start"])
     notes: list[str] = []
+    plain = asked._replace(cut_head=False, offload=False)
 
-    def search_chain(chain: CostTable, seconds: float) -> Found:
-        changed = common | {"budget_s": seconds}
-        found, _, more = _searched(
-            (chain, num_ranks, num_micro_batches), asked, changed, workers=workers, lower_bound_ms=lower_bound_ms
-        )
-        notes[:] = more
-        return found
+    def search(prices: CostTable, seconds: float, *, bare: bool = False) -> Found:
+        """`bare`: plans that hold each layer once and recompute nothing, as those with parts of a head do."""
+        mine = plain._replace(copies=False) if bare else plain
 
-    found = search_graph(
-        costs, num_ranks, budget_s=common["budget_s"], seed=common["seed"], counted=common["iterations"] is not None,
-        search_chain=search_chain,
+        def search_chain(chain: CostTable, chain_s: float) -> Found:
+            changed = common | {"budget_s": chain_s} | ({"recompute": False} if bare else {})
+            found, _, more = _searched(
+                (chain, num_ranks, num_micro_batches), mine, changed, workers=workers, lower_bound_ms=lower_bound_ms
+            )
+            notes[:] = more
+            return found
+
+        return search_graph(
+            prices, num_ranks, budget_s=seconds, seed=common["seed"], counted=common["iterations"] is not None,
+            search_chain=search_chain,
+        )  # fmt: skip
+
+    if asked.offload:
+        found, words = _with_host_memory(setting, common, search)
+        return found, [words]
+    if asked.cut_head:
+        return _with_cut_heads(costs, num_ranks, common, search, partial(search, bare=True))
+    return search(costs, common["budget_s"]), notes
+
+
+def _with_cut_heads(
+    costs: CostTable, num_ranks: int, common: dict[str, Any], search: SearchMore, search_bare: SearchMore
+) -> tuple[Found, list[str]]:
+    """The best plan found whose heads are whole or cut (`graphs/cut_branches.py`), and a note on the difference."""
+    from octopipe.search.graphs.branches import polished
+    from octopipe.search.graphs.cut_branches import check_cut, with_cut_branches
+
+    check_cut(costs)
+    budget_s = common["budget_s"]
+    until = time.monotonic() + budget_s if common["iterations"] is None else None
+    whole = search(costs, budget_s * CUT_SHARES[0])
+    found = with_cut_branches(
+        whole, costs, num_ranks, budget_s=budget_s * CUT_SHARES[1], search_whole=search_bare,
+        polish=lambda one: polished(one, costs, seed=common["seed"], until=until),
     )  # fmt: skip
-    return found, notes
+    return found, [_cut_words(found.plan, found.timeline.step_ms, whole.timeline.step_ms)]
 
 
 def _bound_for(
@@ -257,7 +289,7 @@ def _searched(
         common |= {"workers": workers, "copies": asked.copies}
         jitter = SETTINGS.jitter if asked.robust else 0.0
         if asked.offload:
-            found, words = _with_host_memory(setting, common)
+            found, words = _with_host_memory(setting, common, partial(_search_plain, setting[1:], common))
             return found, None, [words]
         found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
         if whole_ms is not None:
@@ -267,16 +299,14 @@ def _searched(
     return search(*setting, phases=asked.phases, **common).run(), None, notes
 
 
-def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any]) -> tuple[Found, str]:
+def _with_host_memory(
+    setting: tuple[CostTable, int, int], common: dict[str, Any], search: SearchMore
+) -> tuple[Found, str]:
     """The fastest plan found with or without host memory, and a note on the difference. Pairs of ops are not searched,
     because the executor supports pairs or offload but not both."""
     costs, num_ranks, num_micro_batches = setting
     costs = costs.replace(segments=None)
     budget_s = common["budget_s"]
-
-    def search(prices: CostTable, seconds: float) -> Found:
-        return Search(prices, num_ranks, num_micro_batches, **(common | {"budget_s": seconds})).run()
-
     unfit: OctoPipeError | None = None
     found: Found | None = None
     try:
@@ -291,6 +321,11 @@ def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any
         assert unfit is not None
         raise unfit
     return better, offload_words(better.plan, better.timeline, None if found is None else found.timeline.step_ms)
+
+
+def _search_plain(sizes: tuple[int, int], common: dict[str, Any], costs: CostTable, seconds: float) -> Found:
+    """The default search alone, without pairs, cut heads or host memory."""
+    return Search(costs, *sizes, **(common | {"budget_s": seconds})).run()
 
 
 def _search_best(
@@ -386,7 +421,8 @@ def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
     ranks = plan.shards().get(plan.num_layers - 1, ())
     if not ranks:
         return f"no plan with a cut head was faster than the one with a whole head ({whole_ms:.2f} ms)"
-    what = "head and embedding are" if 0 in plan.shards() else "the head is"
+    heads = plan.cut_heads
+    what = "head and embedding are" if 0 in plan.shards() else "the head is" if len(heads) == 1 else "the heads are"
     return (
         f"{what} cut into {len(ranks)} shards on ranks {', '.join(map(str, sorted(ranks)))}: "
         f"{whole_ms / step_ms:.3f}x the speed of the best plan found with a whole head ({whole_ms:.2f} ms)"
