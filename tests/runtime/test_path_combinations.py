@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from octopipe import Pipeline  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.cluster.hardware import Link  # noqa: E402
 from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.plans.plan import Plan  # noqa: E402
@@ -23,7 +25,7 @@ from octopipe.runtime.stages.shards import MeanCrossEntropy  # noqa: E402
 from octopipe.search.graphs.cut_branches import cut_plan  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
-VOCAB, WIDTH, TOKENS, COUNT, TOLERANCE = 22, 8, 6, 4, 1e-12
+VOCAB, WIDTH, TOKENS, COUNT, TOLERANCE = 22, 32, 40, 4, 1e-12
 TAKES = ((), (0,), (1,), (2,), (3,), (0, 3), (5,))
 HEADS = (4, 6)
 
@@ -86,7 +88,8 @@ def costs() -> CostTable:
     slow = np.array([2.0 if k in HEADS else 1.0 for k in range(len(TAKES))])
     times = {name: getattr(found, name) * slow for name in ("forward_ms", "input_ms", "weight_ms")}
     graph = LayerGraph(takes=TAKES, shared=((HEADS, 0.0),))
-    return found.replace(graph=graph, boundary_bytes=np.ones(len(TAKES)), **times)
+    link = Link(latency_ms=0.01)
+    return found.replace(graph=graph, boundary_bytes=np.ones(len(TAKES)), host_link=link, **times)
 
 
 def batches() -> tuple[list[Tensor], list[Tensor]]:
@@ -108,15 +111,16 @@ def expected(layers: list[nn.Module], losses: PathLosses) -> tuple[float, dict[i
     return float(total.detach()), {id(p): g for p, g in zip(parameters, grads, strict=True)}
 
 
-def differences(world: Any, plans: Mapping[str, Plan]) -> dict[str, tuple[float, float, float]]:
-    """Per plan: how far the loss of a step, that of an evaluation, and the worst gradient are away."""
+def differences(world: Any, plans: Mapping[str, Plan]) -> dict[str, tuple[float, float, float, int]]:
+    """Per plan: how far the loss of a step, that of an evaluation, and the worst gradient are away; and how many bytes
+    went to host memory."""
     torch.set_num_threads(1)
     out = {}
     for name, plan in plans.items():
         layers, losses = forked()
         loss, grads = expected(layers, losses)
         by_name = {f"{k}.{n}": grads[id(p)] for k, layer in enumerate(layers) for n, p in layer.named_parameters()}
-        with Pipeline(layers, plan, losses, group=world, timeout_s=PATIENCE_S) as pipe:
+        with Pipeline(layers, plan, losses, costs=costs(), group=world, timeout_s=PATIENCE_S) as pipe:
             found, again = float(pipe.step(*batches())), float(pipe.evaluate(*batches()))
             worst = 0.0
             for key, parameter in pipe.named_parameters():
@@ -127,7 +131,8 @@ def differences(world: Any, plans: Mapping[str, Plan]) -> dict[str, tuple[float,
                     wanted = wanted[rows * number // len(ranks) : rows * (number + 1) // len(ranks)]
                 assert parameter.grad is not None and parameter.grad.shape == wanted.shape
                 worst = max(worst, float((parameter.grad - wanted).abs().max()))
-        out[name] = abs(found - loss), abs(again - loss), worst
+            host = pipe.executor.ops.host
+        out[name] = abs(found - loss), abs(again - loss), worst, 0 if host is None else host.moved_bytes
     return out
 
 
@@ -140,8 +145,27 @@ def test_both_heads_cut_give_the_loss_and_gradients_of_one_process(size: int) ->
             assert plan is not None and plan.cut_heads == set(HEADS) and set(plan.shards()) == set(HEADS)
             plans[f"{name} {count}"] = plan
     for rank in shared_ranks(size).run(differences, plans):
-        for name, away in rank.items():
+        for name, (*away, moved) in rank.items():
+            assert max(away) <= TOLERANCE and moved == 0, name
+
+
+def offloading(plan: Plan) -> Plan:
+    """The plan with the activations of all stages that have layers in host memory."""
+    return replace(plan, stages=tuple(replace(s, offload=s.first < s.stop) for s in plan.stages)).check()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_paths_that_offload_give_the_loss_and_gradients_of_one_process(size: int) -> None:
+    whole = {name: build_plan(name, costs(), size, COUNT) for name in ("gpipe", "1f1b", "zb-h1")}
+    plans = {name: offloading(plan) for name, plan in whole.items()}
+    cut = cut_plan(whole["gpipe"], costs(), HEADS, size)
+    assert cut is not None
+    plans["cut"] = offloading(cut)
+    found = shared_ranks(size).run(differences, plans)
+    for rank in found:
+        for name, (*away, _) in rank.items():
             assert max(away) <= TOLERANCE, name
+    assert all(sum(rank[name][-1] for rank in found) > 0 for name in ("gpipe", "cut"))
 
 
 def test_one_cut_head_beside_a_whole_one_with_the_same_weight_is_refused() -> None:
