@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from octopipe.base.errors import OctoPipeError
 from octopipe.plans.paths import edges_of
 from octopipe.plans.plan import CODES, Plan, R
 from octopipe.runtime.slots import (
@@ -69,14 +68,16 @@ class GraphCell(Cell):
 def graph_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank of a plan whose paths fork or join."""
     plan = program.plan
-    if plan.pairs:
-        raise OctoPipeError("the plan has both pairs and paths that fork; the executor supports only one of the two")
     cells, ports = _cells(plan, rank)
     transfers: dict[tuple[int, bool], Slot] = {}
     steps: list[Step] = []
-    for kind, op, consumer, peer, number, _ in program.instructions(rank):
+    for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
             steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            if beside is not None:
+                second = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
+                steps[-1].beside = second
+                steps.append(second)
             continue
         assert consumer is not None
         sending, forward = kind == "send", op.kind == "F"

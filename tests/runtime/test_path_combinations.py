@@ -1,7 +1,8 @@
-"""A second head along the way, together with what else a plan may decide: split heads, host memory."""
+"""A second head along the way, together with what else a plan may decide: split heads, host memory, pairs of ops."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,13 @@ torch = pytest.importorskip("torch")
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+import octopipe  # noqa: E402
 from octopipe import Pipeline  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.cluster.hardware import Link  # noqa: E402
 from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.branches import along_graph  # noqa: E402
 from octopipe.plans.plan import Plan  # noqa: E402
 from octopipe.runtime.nn.head import cross_entropy  # noqa: E402
 from octopipe.runtime.path_losses import PathLosses  # noqa: E402
@@ -41,13 +44,27 @@ class Next(nn.Module):
         return torch.tanh(self.both(torch.cat((embedded.roll(-1, 1), hidden), -1)))
 
 
+class Exchange(torch.autograd.Function):
+    """Where the op beside this one has its turn, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        with octopipe.exchange():
+            return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        with octopipe.exchange():
+            return gradient.clone()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.tanh(self.inner(hidden))
+        return hidden + torch.tanh(self.inner(Exchange.apply(hidden)))
 
 
 class Later:
@@ -166,6 +183,27 @@ def test_paths_that_offload_give_the_loss_and_gradients_of_one_process(size: int
         for name, (*away, _) in rank.items():
             assert max(away) <= TOLERANCE, name
     assert all(sum(rank[name][-1] for rank in found) > 0 for name in ("gpipe", "cut"))
+
+
+def paired(name: str, size: int) -> Plan:
+    """A published schedule whose neighbouring forwards and backwards of different micro-batches run together."""
+    plan = build_plan(name, costs().as_chain(), size, COUNT)
+    for order in plan.orders:
+        for first, second in itertools.pairwise(order):
+            kinds = {first.kind, second.kind}
+            if "F" in kinds and kinds & {"I", "B"} and first.micro_batch != second.micro_batch:
+                more = replace(plan, pairs=plan.pairs | {(first, second)})
+                plan = plan if more.problems() else more
+    return along_graph(plan, costs().graph)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pairs_of_ops_on_paths_give_the_loss_and_gradients_of_one_process(size: int) -> None:
+    plans = {name: paired(name, size) for name in ("1f1b", "zb-h1")}
+    assert all(len(plan.pairs) > 1 and plan.forks for plan in plans.values())
+    for rank in shared_ranks(size).run(differences, plans):
+        for name, (*away, _) in rank.items():
+            assert max(away) <= TOLERANCE, name
 
 
 def test_one_cut_head_beside_a_whole_one_with_the_same_weight_is_refused() -> None:

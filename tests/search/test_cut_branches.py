@@ -1,4 +1,4 @@
-"""Searches for layers that fork, together with split heads and host memory."""
+"""Searches for layers that fork, together with split heads, host memory and pairs of ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.layer_graph import LayerGraph
+from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
+from octopipe.models.zoo import preset
 from octopipe.plans.price import static_bytes
 from octopipe.search.graphs.cut_branches import cut_plan, spread_heads
 from octopipe.search.offload import finer
@@ -91,6 +93,20 @@ def test_activations_of_a_path_go_to_host_memory_where_that_is_faster_than_recom
     assert found.plan.offloads and found.plan.forks and found.step_ms < without.step_ms
     timeline = simulate(found.plan, costs)
     assert timeline.fits and timeline.step_ms == found.step_ms >= found.lower_bound_ms
+
+
+def test_pairs_hide_the_exchange_of_experts_beside_a_path() -> None:
+    spec = preset("deepseek-v3")
+    spec = replace(spec, layers=(spec.layers[0], *spec.layers[4:11], *spec.layers[-2:])).with_prediction_paths()
+    costs = resolve_costs(spec, pp=2, micro_batches=6, gpu="h100", ep=8, dp=8, seq=4096, memory_gib=2000.0)
+    alone, found = (
+        tune(prices, 2, 6, iterations=30, seed=0, copies=False, recompute=False)
+        for prices in (costs.replace(segments=None), costs)
+    )
+    assert found.plan.pairs and found.plan.forks and not found.plan.problems()
+    assert found.lower_bound_ms <= found.step_ms < simulate(alone.plan, costs).step_ms
+    single = replace(found.plan, pairs=frozenset())
+    assert found.step_ms == simulate(found.plan, costs).step_ms < simulate(single, costs).step_ms
 
 
 def test_finer_stages_of_a_path_take_what_the_coarse_ones_took() -> None:

@@ -57,7 +57,7 @@ def search_graph(
 ) -> Found:
     """The best plan along the graph of the costs. `counted`: moves are counted, so that time decides nothing."""
     began = time.monotonic()
-    chain, searched = costs.as_chain(), budget_s * (1.0 - BRANCH_SHARE)
+    chain, searched = costs.as_chain().replace(segments=costs.segments), budget_s * (1.0 - BRANCH_SHARE)
     for attempt in range(ATTEMPTS):
         found = search_chain(chain, searched if attempt == 0 else searched / ATTEMPTS)
         plans = [found.plan, *(plan for plan in found.finalists if plan is not found.plan)][:TRIED]
@@ -103,7 +103,7 @@ def placed(plan: Plan, costs: CostTable, over: Callable[[], bool]) -> Plan:
 
 def _placed(best: Judged, costs: CostTable, over: Callable[[], bool] = lambda: False) -> Judged:
     """Every stage of a branch on the rank where it is best, one after the other, until nothing gets better."""
-    if best[0].replicas() or len(best[0].routes) > 1:
+    if best[0].replicas() or len(best[0].routes) > 1 or best[0].pairs:
         return best
     better = True
     while better:
@@ -165,9 +165,11 @@ def priced(plan: Plan, costs: CostTable) -> Priced:
 
 
 def polished(best: Judged, costs: CostTable, *, seed: int, until: float | None) -> Judged:
-    """The plan after moves of single ops; as given if it recomputes, or if nothing better fits. The B of a loss, which
-    has no weights, is moved as an I."""
+    """The plan after moves of single ops; as given if it recomputes or has pairs, or if nothing better fits. The B of a
+    loss, which has no weights, is moved as an I."""
     plan = best[0]
+    if plan.pairs:
+        return best
     losses = {s for s, stage in enumerate(plan.stages) if stage.first == stage.stop}
     if any(op.kind not in "FIW" and op.stage not in losses for order in plan.orders for op in order):
         return best

@@ -12,6 +12,7 @@ whole heads takes the heads' work as spread over all other layers, so that its p
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.op import Op, Stage
 from octopipe.plans.plan import KINDS, Plan
+from octopipe.search.graphs.branches import polished
 from octopipe.search.result import Found, Step
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
@@ -30,6 +32,8 @@ FORWARD, OTHER = (0, 1, 2), 5
 LOSS_BACK, PART_BACK = 3, 4
 """Turns of ops that begin at the same time: forwards of whole stages, of parts and of the loss; backwards of the loss,
 of parts and of whole stages."""
+WHOLE_SHARE, SPREAD_SHARE = 0.4, 0.4
+"""Shares of the time for whole heads, and for a partition that leaves room for parts of them. The rest polishes."""
 Judged = tuple[Plan, Timeline]
 SearchWhole = Callable[[CostTable, float], Found]
 Polish = Callable[[Judged], Judged]
@@ -47,8 +51,27 @@ def check_cut(costs: CostTable) -> None:
             )
 
 
+def search_cut(
+    costs: CostTable, num_ranks: int, *, budget_s: float, seed: int, counted: bool, search: SearchWhole,
+    search_bare: SearchWhole,
+) -> tuple[Found, float]:  # fmt: skip
+    """The best plan found whose heads are whole or cut, and the step time of the best one with whole heads.
+
+    `search` finds plans with whole heads, `search_bare` those that hold each layer once and recompute nothing.
+    `counted`: moves are counted, so that time decides nothing.
+    """
+    check_cut(costs)
+    until = None if counted else time.monotonic() + budget_s
+    whole = search(costs, budget_s * WHOLE_SHARE)
+    found = with_cut_branches(
+        whole, costs, num_ranks, budget_s=budget_s * SPREAD_SHARE, search_bare=search_bare,
+        polish=lambda one: polished(one, costs, seed=seed, until=until),
+    )  # fmt: skip
+    return found, whole.timeline.step_ms
+
+
 def with_cut_branches(
-    whole: Found, costs: CostTable, num_ranks: int, *, budget_s: float, search_whole: SearchWhole, polish: Polish
+    whole: Found, costs: CostTable, num_ranks: int, *, budget_s: float, search_bare: SearchWhole, polish: Polish
 ) -> Found:
     """The plan with whole heads, or a faster one whose heads are cut."""
     assert costs.graph is not None
@@ -58,7 +81,7 @@ def with_cut_branches(
     starts = [(whole.plan, costs)]
     try:
         spread = spread_heads(costs, heads, num_ranks)
-        found = search_whole(spread, budget_s)
+        found = search_bare(spread, budget_s)
         starts.append((found.plan, spread))
         effort = whole.iterations + found.iterations
         whole = replace(whole, iterations=effort, interrupted=whole.interrupted or found.interrupted)
@@ -96,7 +119,7 @@ def spread_heads(costs: CostTable, heads: tuple[int, ...], parts: int) -> CostTa
     changed["stash_bytes"] = np.minimum(changed["stash_bytes"], changed["activation_bytes"])  # type: ignore[call-overload]
     assert costs.graph is not None
     shared = tuple((layers, held / parts if set(layers) <= set(heads) else held) for layers, held in costs.graph.shared)
-    return costs.replace(graph=replace(costs.graph, shared=shared), **changed)
+    return costs.replace(graph=replace(costs.graph, shared=shared), segments=None, **changed)
 
 
 def _ranks_for(plan: Plan, timeline: Timeline, heads: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -113,7 +136,7 @@ def cut_plan(plan: Plan, costs: CostTable, heads: tuple[int, ...], count: int) -
     twice or recomputes, or if the result is no valid plan. Ops stand by the times that they have with these costs."""
     if len(plan.routes) > 1 or plan.replicas() or any(stage.recompute for stage in plan.stages):
         return None
-    plan = _heads_apart(plan, heads)
+    plan = _heads_apart(replace(plan, pairs=frozenset()), heads)
     timeline = simulate(plan, costs)
     mine = {s: stage.first for s, stage in enumerate(plan.stages) if stage.first in heads}
     ranks = _ranks_for(plan, timeline, heads, count)

@@ -38,9 +38,6 @@ from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import COPYING
 from octopipe.search.tuner.warm import compile_kernels
 
-CUT_SHARES = 0.4, 0.4
-"""Of a search for layers that fork whose heads may be cut: the shares of its time for whole heads, and for a partition
-that leaves room for parts of them. The rest polishes the orders."""
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
@@ -165,53 +162,34 @@ def _search_graph(
 ) -> tuple[Found, list[str]]:  # fmt: skip
     """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
     from octopipe.search.graphs.branches import check_graph, search_graph  # which uses parts of this package
+    from octopipe.search.graphs.cut_branches import search_cut
 
     costs, num_ranks, num_micro_batches = setting
     check_graph(costs, asked.target, common["start"])
-    notes: list[str] = []
-    plain = asked._replace(cut_head=False, offload=False)
+    notes, plain = list[str](), asked._replace(cut_head=False, offload=False)
+    how = {"seed": common["seed"], "counted": common["iterations"] is not None}
 
     def search(prices: CostTable, seconds: float, *, bare: bool = False) -> Found:
         """`bare`: plans that hold each layer once and recompute nothing, as those with parts of a head do."""
         mine = plain._replace(copies=False) if bare else plain
+        changed = common | ({"recompute": False} if bare else {})
 
         def search_chain(chain: CostTable, chain_s: float) -> Found:
-            changed = common | {"budget_s": chain_s} | ({"recompute": False} if bare else {})
-            found, _, more = _searched(
-                (chain, num_ranks, num_micro_batches), mine, changed, workers=workers, lower_bound_ms=lower_bound_ms
-            )
-            notes[:] = more
+            sizes, timed = (chain, num_ranks, num_micro_batches), changed | {"budget_s": chain_s}
+            found, _, notes[:] = _searched(sizes, mine, timed, workers=workers, lower_bound_ms=lower_bound_ms)
             return found
 
-        return search_graph(
-            prices, num_ranks, budget_s=seconds, seed=common["seed"], counted=common["iterations"] is not None,
-            search_chain=search_chain,
-        )  # fmt: skip
+        return search_graph(prices, num_ranks, budget_s=seconds, search_chain=search_chain, **how)
 
     if asked.offload:
         found, words = _with_host_memory(setting, common, search)
         return found, [words]
     if asked.cut_head:
-        return _with_cut_heads(costs, num_ranks, common, search, partial(search, bare=True))
+        found, whole_ms = search_cut(
+            costs, num_ranks, budget_s=common["budget_s"], search=search, search_bare=partial(search, bare=True), **how
+        )
+        return found, [_cut_words(found.plan, found.timeline.step_ms, whole_ms)]
     return search(costs, common["budget_s"]), notes
-
-
-def _with_cut_heads(
-    costs: CostTable, num_ranks: int, common: dict[str, Any], search: SearchMore, search_bare: SearchMore
-) -> tuple[Found, list[str]]:
-    """The best plan found whose heads are whole or cut (`graphs/cut_branches.py`), and a note on the difference."""
-    from octopipe.search.graphs.branches import polished
-    from octopipe.search.graphs.cut_branches import check_cut, with_cut_branches
-
-    check_cut(costs)
-    budget_s = common["budget_s"]
-    until = time.monotonic() + budget_s if common["iterations"] is None else None
-    whole = search(costs, budget_s * CUT_SHARES[0])
-    found = with_cut_branches(
-        whole, costs, num_ranks, budget_s=budget_s * CUT_SHARES[1], search_whole=search_bare,
-        polish=lambda one: polished(one, costs, seed=common["seed"], until=until),
-    )  # fmt: skip
-    return found, [_cut_words(found.plan, found.timeline.step_ms, whole.timeline.step_ms)]
 
 
 def _bound_for(
@@ -289,7 +267,9 @@ def _searched(
         common |= {"workers": workers, "copies": asked.copies}
         jitter = SETTINGS.jitter if asked.robust else 0.0
         if asked.offload:
-            found, words = _with_host_memory(setting, common, partial(_search_plain, setting[1:], common))
+            found, words = _with_host_memory(
+                setting, common, lambda prices, s: Search(prices, *setting[1:], **(common | {"budget_s": s})).run()
+            )
             return found, None, [words]
         found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
         if whole_ms is not None:
@@ -321,11 +301,6 @@ def _with_host_memory(
         assert unfit is not None
         raise unfit
     return better, offload_words(better.plan, better.timeline, None if found is None else found.timeline.step_ms)
-
-
-def _search_plain(sizes: tuple[int, int], common: dict[str, Any], costs: CostTable, seconds: float) -> Found:
-    """The default search alone, without pairs, cut heads or host memory."""
-    return Search(costs, *sizes, **(common | {"budget_s": seconds})).run()
 
 
 def _search_best(
