@@ -185,21 +185,24 @@ def test_paths_that_offload_give_the_loss_and_gradients_of_one_process(size: int
     assert all(sum(rank[name][-1] for rank in found) > 0 for name in ("gpipe", "cut"))
 
 
-def paired(name: str, size: int) -> Plan:
-    """A published schedule whose neighbouring forwards and backwards of different micro-batches run together."""
-    plan = build_plan(name, costs().as_chain(), size, COUNT)
+def paired(plan: Plan) -> Plan:
+    """The plan with neighbouring forwards and backwards of different micro-batches running together."""
     for order in plan.orders:
         for first, second in itertools.pairwise(order):
             kinds = {first.kind, second.kind}
             if "F" in kinds and kinds & {"I", "B"} and first.micro_batch != second.micro_batch:
                 more = replace(plan, pairs=plan.pairs | {(first, second)})
                 plan = plan if more.problems() else more
-    return along_graph(plan, costs().graph)
+    return plan
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_pairs_of_ops_on_paths_give_the_loss_and_gradients_of_one_process(size: int) -> None:
-    plans = {name: paired(name, size) for name in ("1f1b", "zb-h1")}
+    plans = {name: paired(build_plan(name, costs().as_chain(), size, COUNT)) for name in ("1f1b", "zb-h1")}
+    plans = {name: along_graph(plan, costs().graph) for name, plan in plans.items()}
+    cut = cut_plan(build_plan("1f1b", costs(), size, COUNT), costs(), HEADS, size)
+    assert cut is not None
+    plans["cut"] = paired(cut)
     assert all(len(plan.pairs) > 1 and plan.forks for plan in plans.values())
     for rank in shared_ranks(size).run(differences, plans):
         for name, (*away, _) in rank.items():
