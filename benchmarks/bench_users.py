@@ -33,6 +33,8 @@ from octopipe.search.measured_tuning import Outcome, reduced_ms
 from octopipe.simulation.contention import predict
 
 RANKS = 4
+MORE = ("copies", "flags")
+"""Words in the names of tuned plans that are not the plain one: layers held twice; Megatron's own flags and order."""
 
 
 def task(seat: Any, args: argparse.Namespace) -> None:
@@ -159,6 +161,7 @@ def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[s
         budget_s=args.budget,
         rounds=args.rounds,
         steps=args.steps,
+        flags_too=True,
         tell=tell,
         **usual,
     )
@@ -213,9 +216,9 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 def tables(paths: list[str]) -> str:
     """The lines of one or several runs as Markdown: a row per set-up and run, then errors and gains over all."""
     lines = [
-        "| set-up | 1F1B | interleaved | ZB-V | tuned | tuned with copies | over the best published | promised "
-        "| memory | host per op |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| set-up | 1F1B | interleaved | ZB-V | tuned | tuned with copies | tuned layout by flags "
+        "| over the best published | promised | memory | host per op |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     errors, gains, arrived, memories = [], [], [], []
     for line in (line for path in paths for line in Path(path).read_text().splitlines()):
@@ -225,8 +228,11 @@ def tables(paths: list[str]) -> str:
         published = min((r for r in rows if r["round"] == 0), key=lambda r: r["measured_ms"])
         best = min(rows, key=lambda r: r["measured_ms"])
         cells = []
-        for words in (("1f1b",), ("interleaved",), ("zb-v",), ("tuned",), ("tuned", "copies")):
-            mine = [r for r in rows if r["name"].startswith(words[0]) and ("copies" in r["name"]) == (len(words) > 1)]
+        for words in (("1f1b",), ("interleaved",), ("zb-v",), ("tuned",), ("tuned", "copies"), ("tuned", "flags")):
+            mine = [
+                r for r in rows
+                if r["name"].startswith(words[0]) and all((word in r["name"]) == (word in words) for word in MORE)
+            ]  # fmt: skip
             if not mine:
                 cells.append("")
                 continue

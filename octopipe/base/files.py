@@ -98,15 +98,17 @@ def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES)
     return value
 
 
-def check_format(tag: object, known: str, where: str) -> None:
-    """Raise unless `tag` is a format that this version reads; the error for a newer version says so."""
-    if tag == known:
+def check_format(tag: object, known: str | tuple[str, ...], where: str) -> None:
+    """Raise unless `tag` is a format that this version reads; the error for a newer version says so. `known`: the
+    versions, the newest last."""
+    versions = (known,) if isinstance(known, str) else known
+    if tag in versions:
         return
-    family = known.split("/")[0]
+    family = versions[-1].split("/")[0]
     if isinstance(tag, str) and tag.startswith(family + "/"):
-        raise OctoPipeError(f"{where}: format {brief(tag)} is newer than {known!r}; update octopipe")
+        raise OctoPipeError(f"{where}: format {brief(tag)} is newer than {versions[-1]!r}; update octopipe")
     found = 'it has no "format"' if tag is None else f"its format is {brief(tag)}"
-    raise OctoPipeError(f"{where}: {found}; expected {known!r}")
+    raise OctoPipeError(f"{where}: {found}; expected {' or '.join(map(repr, versions))}")
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:

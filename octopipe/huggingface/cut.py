@@ -36,7 +36,7 @@ from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.section_cut import SectionCut, describe_layer
 from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
-from octopipe.huggingface.source import build_on_meta, inner_model, read_config, without_memory
+from octopipe.huggingface.source import build_on_meta, inner_model, read_config, refuse_other_models, without_memory
 from octopipe.huggingface.weights import Store, Values, Weights, allocated, first_names, has_weights
 from octopipe.runtime.path_losses import PathLosses
 
@@ -109,6 +109,7 @@ def _cut(
     """One stack of layers is cut as such if it can be; everything else in sections."""
     if isinstance(model, WithPredictions):
         return _cut_with_predictions(model, weights, device)
+    refuse_other_models(model)
     refuse_random_depth(model)
     if example is None and not takes_more_than_tokens(model):
         try:

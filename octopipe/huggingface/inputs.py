@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.examples import ROWS
+from octopipe.huggingface.examples import MARKS, TOKENS, token_of
+from octopipe.huggingface.media import PATCHES, ROWS
 from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
 
 IGNORED = -100
 GRID = "image_grid_thw"
-MARKS = ("mm_token_type_ids", "token_type_ids")
-"""Inputs that say which tokens stand for an image."""
+MOST_DIMS = 4
+"""An item's features with more dimensions stand row by row: images of a sequence, or tiles of an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,12 @@ class InputForm:
 
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Floating inputs: the shape of one item's; an item's first dimension is joined to the others'."""
-    numbers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Whole-number inputs with one row per item: the row."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Whole-number inputs with one row per item: the row, a number or (nested) tuples of numbers."""
+    masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Inputs that say which pixels or frames of an item are there, all of them: the shape of one item's."""
+    one_each: bool = False
+    """Whether every sequence has exactly one item: its features stand row by row, as the sequences do."""
     marks: tuple[str, ...] = ()
     source_tokens: int = 0
     """Tokens of an encoder's source text; 0: the encoder reads features."""
@@ -59,7 +64,7 @@ class InputForm:
 
     def items(self, sequences: int) -> list[int]:
         """Items of each of a pipeline's sequences; a broken number is spread evenly."""
-        if self.decodes:
+        if self.decodes or self.one_each:
             return [1] * sequences
         if len(self.images) > 1:
             if len(self.images) != sequences:
@@ -73,7 +78,7 @@ class InputForm:
     def typical(self, sequences: int) -> list[int]:
         """Items of a micro-batch that is measured: as many as there are on average, at least one unless there are
         none at all."""
-        if self.decodes:
+        if self.decodes or self.one_each:
             return [1] * sequences
         mean = sum(self.images) / len(self.images) if self.images else 1.0
         total = max(1, round(mean * sequences)) if mean else 0
@@ -133,6 +138,9 @@ class InputForm:
                 if count:
                     parts.append(torch.randn(count * shape[0], *shape[1:], generator=generator))
             out[name] = torch.cat(parts).to(dtype)
+        if PATCHES in out:  # they begin with their row and their column
+            out[PATCHES][..., :2] = torch.arange(1, out[PATCHES].shape[1] + 1)[:, None].to(dtype)
+        out |= {name: torch.ones(total, *shape, dtype=torch.bool) for name, shape in self.masks.items()}
         out |= {name: torch.tensor([row] * total) for name, row in self.numbers.items()}
         return out
 
@@ -145,16 +153,15 @@ def form_of(
     decodes = "decoder_input_ids" in given
     ids = given.pop("input_ids", None)
     given.pop("decoder_input_ids", None)
+    by_item = {name: value for name, value in given.items() if value.shape[0] % ROWS == 0}
     features = {
-        name: (value.shape[0] // ROWS, *value.shape[1:]) for name, value in given.items() if value.is_floating_point()
+        name: (value.shape[0] // ROWS, *value.shape[1:]) for name, value in by_item.items() if value.is_floating_point()
     }
     marks = tuple(name for name in MARKS if name in given)
-    numbers = {
-        name: tuple(int(n) for n in value[0])
-        for name, value in given.items()
-        if not value.is_floating_point() and name not in marks and value.ndim == 2 and value.shape[0] == ROWS
-    }
-    left = sorted(given.keys() - features.keys() - numbers.keys() - set(marks))
+    rows = {name: value for name, value in by_item.items() if name not in (*marks, *features) and len(value) == ROWS}
+    masks = {name: tuple(value.shape[1:]) for name, value in rows.items() if value.dtype == torch.bool}
+    numbers = {name: _tuples(value[0].tolist()) for name, value in rows.items() if name not in masks}
+    left = sorted(given.keys() - features.keys() - numbers.keys() - masks.keys() - set(marks))
     if left or (decodes and features and ids is not None):
         raise OctoPipeError(f"{where}: it is not known how batches of {', '.join(left) or 'its inputs'} are made up")
     if decodes:
@@ -163,17 +170,25 @@ def form_of(
             features=features, source_tokens=tokens, decodes=True, vocab=vocab, num_tower_layers=num_tower_layers,
             positions=tokens, start=int(getattr(config, "decoder_start_token_id", None) or 0),
         )  # fmt: skip
-    keys = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
-    token = next((int(v) for v in (getattr(config, key, None) for key in keys) if v is not None), None)
     assert ids is not None
+    tokens_of = [token_of(config, kind) for kind in ("image", "video", "audio")]
+    token = next((t for t in tokens_of if t is not None and t in ids[0].tolist()), None)
     marked = 0 if token is None else int((ids[0] == token).sum())
+    if not marked and (ids.shape[1] != TOKENS or marks):
+        raise OctoPipeError(f"{where}: its config names no token that stands for {', '.join(features)}; give one")
     before = getattr(config, "vision_start_token_id", None) if marked else None
     before = None if before is None or int(before) not in ids[0].tolist() else int(before)
     form = InputForm(
-        features=features, numbers=numbers, marks=marks, places=marked + (before is not None), token=token or 0,
-        before=before, vocab=vocab, num_tower_layers=num_tower_layers,
+        features=features, numbers=numbers, masks=masks, marks=marks, places=marked + (before is not None),
+        token=token or 0, before=before, vocab=vocab, num_tower_layers=num_tower_layers,
+        one_each=not marked or any(len(shape) > MOST_DIMS for shape in features.values()),
     )  # fmt: skip
-    return _of_any_size(form, config, ANY_SIZE_TOKENS * _merge(config) ** 2) if GRID in numbers else form
+    return _of_any_size(form, ANY_SIZE_TOKENS * _merged(form)) if GRID in numbers else form
+
+
+def _tuples(value: Any) -> Any:
+    """Nested lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def with_items(
@@ -182,10 +197,9 @@ def with_items(
     """The form with other numbers of items, and items of another size."""
     if images and form.decodes:
         raise OctoPipeError(f"{where} is an encoder-decoder, which reads one input per sequence; leave --images out")
-    if images and not form.places:
-        raise OctoPipeError(
-            f"{where}: its images occupy no tokens of the sequence, and each sequence has one; leave --images out"
-        )
+    if images and form.one_each:
+        why = "stand row by row, as the sequences do" if form.places else "occupy no tokens of the sequence"
+        raise OctoPipeError(f"{where}: its images {why}, and each sequence has one; leave --images out")
     if any(count != int(count) for count in images) and len(images) > 1:
         raise OctoPipeError(f"{where}: --images of single sequences are whole numbers; give no fractions in a list")
     form = replace(form, images=images)
@@ -195,22 +209,24 @@ def with_items(
     elif encoder_seq is not None:
         if GRID not in form.numbers:
             raise OctoPipeError(f"{where}: the model fixes the size of what its encoder reads; leave --encoder-seq out")
-        form = _of_any_size(form, config, encoder_seq)
+        form = _of_any_size(form, encoder_seq)
     form.check_fits(seq)
     return form
 
 
-def _merge(config: Any) -> int:
-    return int(config.vision_config.spatial_merge_size)
+def _merged(form: InputForm) -> int:
+    """Patches of an image that become one token."""
+    _, high, wide = form.numbers[GRID]
+    return int(high * wide // (form.places - (form.before is not None)))
 
 
-def _of_any_size(form: InputForm, config: Any, patches: int) -> InputForm:
+def _of_any_size(form: InputForm, patches: int) -> InputForm:
     """Images of so many patches: as square as their number allows."""
-    merge = _merge(config)
-    cells = patches // merge**2
+    each = _merged(form)
+    merge, cells = math.isqrt(each), patches // each
     high = next((h for h in range(math.isqrt(max(cells, 1)), 0, -1) if cells and cells % h == 0), 0)
-    if not high or cells * merge**2 != patches:
-        raise OctoPipeError(f"--encoder-seq {patches} is not a multiple of {merge**2} patches, which become one token")
+    if not high or cells * each != patches:
+        raise OctoPipeError(f"--encoder-seq {patches} is not a multiple of {each} patches, which become one token")
     (name, shape), *_ = [(n, s) for n, s in form.features.items() if n == "pixel_values"]
     return replace(
         form,

@@ -90,6 +90,36 @@ class AlignedLoss:
         return loss if items is None else loss / items
 
 
+class HandLoss:
+    """The mean cross-entropy against the next tokens as some forwards compute it by hand: with smoothed labels, and of
+    the last logits where there are more of them than labels (those of image tokens stand before the text's)."""
+
+    def __init__(self, smoothing: float = 0.0):
+        self.smoothing = smoothing
+
+    def __call__(
+        self,
+        *,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None  # `CausalLoss` has asked for one of them
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        text = logits[:, -shift_labels.shape[1] :]
+        loss = nn.functional.cross_entropy(
+            (text.float() if text.dtype in (torch.float16, torch.bfloat16) else text).reshape(-1, vocab_size),
+            shift_labels.reshape(-1).to(logits.device),
+            ignore_index=IGNORED,
+            label_smoothing=self.smoothing,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 class ShiftedLoss(CausalLoss):
     """The same for targets that are the next tokens already: a tensor is taken as `shift_labels`."""
 

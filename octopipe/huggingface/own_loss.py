@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.labels import IGNORED, AlignedLoss, CausalLoss
+from octopipe.huggingface.labels import IGNORED, AlignedLoss, CausalLoss, HandLoss
+from octopipe.huggingface.media import parts_of
 from octopipe.huggingface.sections import quiet
 from octopipe.huggingface.shell import (
     Unpacked,
     hidden_leaf,
     leaves_of,
     shell_of_zeros,
+    text_config,
 )
 
 
@@ -39,6 +41,8 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
     named = getattr(getattr(model, "loss_function", None), "__name__", "")
     if uses_its_loss_function(model) or named == "ForCausalLMLoss":
         candidates.append(CausalLoss(model))
+    smoothed = {float(getattr(part, "label_smoothing", None) or 0.0) for part in parts_of(model.config)}
+    candidates += [CausalLoss(model, HandLoss(smoothing)) for smoothing in sorted(smoothed)]
     try:
         found, logits, labels = _asked(model, paths, example, returns)
     except Exception as error:  # a forward that cannot be asked
@@ -65,11 +69,16 @@ def _refusal(model: nn.Module, why: str) -> OctoPipeError:
 class _Given(nn.Module):
     """In the place of the projection to the vocabulary: gives the same logits whatever it is asked."""
 
-    def __init__(self, logits: Tensor, weight: Tensor):
+    def __init__(self, weight: Tensor):
         super().__init__()
-        self.logits, self.weight, self.bias = logits, weight, None
+        self.weight, self.bias = weight, None
+        self.logits: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        if self.logits is None:
+            drawn = torch.Generator().manual_seed(0)
+            shape = (*hidden.shape[:-1], self.weight.shape[0])
+            self.logits = torch.randn(shape, generator=drawn, dtype=torch.float64).to(self.weight.dtype)
         return self.logits
 
 
@@ -79,17 +88,15 @@ def _asked(
     """The loss that the forward computes of random logits, with these logits and labels."""
     shell, answers = shell_of_zeros(model, paths)
     shell.eval()
-    projection = shell.get_output_embeddings()  # type: ignore[operator]
-    names = [name for name, module in shell.named_modules() if module is projection]
+    name = _projection(shell)
+    weight: Any = shell.get_submodule(name).weight
     ids = example.get("decoder_input_ids", example.get("input_ids", None))
-    assert isinstance(ids, Tensor) and names
-    vocab = int(projection.weight.shape[0])
-    drawn = torch.Generator().manual_seed(0)
-    logits = torch.randn(*ids.shape, vocab, generator=drawn, dtype=torch.float64).to(projection.weight.dtype)
-    labels = torch.randint(0, vocab, ids.shape, generator=drawn)
+    assert isinstance(ids, Tensor)
+    labels = torch.randint(0, int(weight.shape[0]), ids.shape, generator=torch.Generator().manual_seed(1))
     labels[0, :2] = labels[-1, -1] = IGNORED
-    owner, _, attribute = names[0].rpartition(".")
-    setattr(shell.get_submodule(owner), attribute, _Given(logits, projection.weight))
+    owner, _, attribute = name.rpartition(".")
+    given = _Given(weight)
+    setattr(shell.get_submodule(owner), attribute, given)
 
     def visit(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, _ = leaves_of(args, kwargs)
@@ -99,6 +106,20 @@ def _asked(
     inputs = {name: value for name, value in example.items() if value is not None}
     with torch.no_grad(), answers.given_by(visit), Unpacked(inputs):
         out = shell(**inputs, labels=labels, **quiet(model))
-    if out.logits.shape != logits.shape:
-        raise ValueError("it changes the shape of its logits behind the projection")
+    if given.logits is None or out.logits.shape != given.logits.shape:
+        raise ValueError("its loss is of more logits than its forward gives, or of others")
     return out.loss, out.logits, labels
+
+
+def _projection(shell: nn.Module) -> str:
+    """The name of the projection to the vocabulary: what the model says, or else its last matrix with so many rows."""
+    said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
+    vocab = text_config(shell).vocab_size
+    found = [name for name, module in shell.named_modules() if module is said]
+    linear = [
+        name for name, module in shell.named_modules() if type(module) is nn.Linear and module.out_features == vocab
+    ]
+    found += reversed(linear)
+    if not found:
+        raise ValueError("it has no projection to its vocabulary")
+    return found[0]

@@ -9,7 +9,8 @@ A batch is a dict of the model's inputs. Between pieces, a dict travels:
 - `inputs`: the inputs that later passages run on; of those whose values nobody needs any more, shape and dtype alone;
 - `calls`, `call_of`, `tensors`: how the layers behind the last passage are called, and with which tensors;
 - `outs`, `asides`, `kept`, `shared`: hidden states of earlier layers, results beside them, arguments that earlier
-  passages made, and containers that layers share, as long as something later takes them.
+  passages made, and containers that layers share, as long as something later takes them;
+- `routers`: what routers have said, where the model trains with their auxiliary loss.
 
 All of it is tensors and constants, and whatever requires a gradient gets one. A micro-batch whose forward does not
 visit the layers of a stack (text without images) passes them untouched.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.routers import Routers
 from octopipe.huggingface.sections import SENT, Aside, Sections, quiet, returned
 from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, zeros_like_all_of
 from octopipe.runtime.torch_private import pytree
@@ -41,10 +43,12 @@ class Passage(nn.Module):
         sections: Sections,
         number: int,
         missing: list[tuple[str, Tensor]],
+        routers: Routers | None = None,
     ):
         """`missing`: parameters that belong to other passages, of which this one needs shapes alone."""
         super().__init__()
         self.model = shell
+        self._routers = routers
         self._answers, self._sections, self._number, self._missing = answers, sections, number, missing
         self._start, self._stop = sections.starts[number], sections.stop(number)
         self._quiet = quiet(shell)
@@ -57,12 +61,17 @@ class Passage(nn.Module):
         if device is not None and self._on != device:
             self._stand_ins_on(device)
         run = _Run(self._sections, self._number, travel)
+        is_last = self._number == len(self._sections.starts) - 1
         try:
             with self._answers.given_by(run.visit), Unpacked(given):
+                if self._routers is not None and is_last:
+                    with self._routers.saying(self.model, travel.get("routers", {})):
+                        out = self.model(**given, **{**self._quiet, "output_router_logits": True})
+                    return out.logits, out.aux_loss
                 out = self.model(**given, **self._quiet)
         except Stop:
             return run.departing()
-        if self._number == len(self._sections.starts) - 1:
+        if is_last:
             return out.logits
         raise OctoPipeError(
             f"{type(self.model).__name__}: this batch ends before layer {self._sections.layers[0]}; "
@@ -133,9 +142,10 @@ class _Run:
 
     def _known(self, g: int, hidden: Tensor) -> Tensor:
         if g not in self._sections.outputs[self._number]:
-            return hidden.detach()
-        found = self._travel["hidden"] if g == self._start - 1 else self._travel["outs"][str(g)]
-        return found  # type: ignore[no-any-return]
+            found = hidden.detach()
+        else:
+            found = self._travel["hidden"] if g == self._start - 1 else self._travel["outs"][str(g)]
+        return found.clone() if g in self._sections.changed else found
 
     def _record(self, g: int, leaves: list[Any], structure: Any, at: int) -> None:
         chained = leaves[at] is self._before and g > self._start
@@ -188,8 +198,7 @@ class _Run:
         for name, part in (("outs", outs), ("kept", kept), ("asides", self._travel.get("asides"))):
             if part:
                 out[name] = part
-        if self._travel.get("shared"):
-            out["shared"] = self._travel["shared"]
+        out |= {name: self._travel[name] for name in ("shared", "routers") if self._travel.get(name)}
         if self._hidden is None:  # the forward went past this stack
             return out
         tensors = [tensor for _, tensor in self._tensors.values()]
@@ -199,9 +208,10 @@ class _Run:
 class Visit(nn.Module):
     """One of the model's layers, called as the model calls it."""
 
-    def __init__(self, layer: nn.Module, sections: Sections, number: int):
+    def __init__(self, layer: nn.Module, sections: Sections, number: int, routers: Routers | None = None):
         super().__init__()
         self.layer = layer
+        self._routers = routers
         self._sections, self._number = sections, number
         passage = sections.passage_of(number)
         self._first = sections.starts[passage]
@@ -234,7 +244,13 @@ class Visit(nn.Module):
             return made
 
         args, kwargs = _replaced(travel["calls"][travel["call_of"][g - self._first]], meant)
-        out = self.layer(*args, **kwargs)
+        if self._routers is None:
+            out = self.layer(*args, **kwargs)
+        else:
+            with self._routers.listening(self.layer) as heard:
+                out = self.layer(*args, **kwargs)
+            said = {f"router_{g}_{i}": logits for i, logits in enumerate(heard)}
+            travel["routers"] = {**travel.get("routers", {}), **said}
         results = out if isinstance(out, tuple | list) else (out,)
         if sections.returns[sections.visits[g]] < 0 and any(item is not None for item in results[1:]):
             raise OctoPipeError(

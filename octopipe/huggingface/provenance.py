@@ -35,6 +35,9 @@ SHAPE_ALONE = frozenset(
 """Calls whose results have nothing of their arguments' values."""
 LIKE_SECOND = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
 """Calls that use the values of their first argument alone."""
+READS = frozenset(("tolist", "item", "nonzero", "masked_select", "unique", "unique_consecutive", "bincount"))
+READS |= frozenset(("__bool__", "__int__", "__float__", "__index__", "numpy"))
+"""Calls whose results' shapes, or the Python values they give, depend on their arguments' values."""
 IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"))
 
 
@@ -47,6 +50,8 @@ class Provenance(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.meta = False
+        self.read: set[Hashable] = set()
+        """The names of all tensors whose values have decided about shapes or about the way the forward takes."""
         self._names: dict[int, frozenset[Hashable]] = {}
         self._alive: list[Tensor] = []
         """A tensor that ceases to exist would leave its identity to another."""
@@ -67,6 +72,7 @@ class Provenance(TorchFunctionMode):
             used = () if name in SHAPE_ALONE else args[:1] if name in LIKE_SECOND else (args, kwargs)
             given = [leaf for leaf in pytree.tree_leaves(used) if isinstance(leaf, Tensor)]
             names = NONE.union(*(self.of(tensor) for tensor in given)) if given else NONE
+            self._note_reading(name, args, names)
             if self.meta:
                 args, kwargs = pytree.tree_map(on_meta, (args, kwargs))
         out = func(*args, **kwargs)
@@ -79,6 +85,13 @@ class Provenance(TorchFunctionMode):
                     self._names[id(result)] = self.of(result) | names
                     self._alive.append(result)
         return out
+
+    def _note_reading(self, name: str, args: Any, names: frozenset[Hashable]) -> None:
+        if name in READS:
+            self.read |= names
+        elif name == "__getitem__" and len(args) > 1:
+            masks = [t for t in pytree.tree_leaves(args[1]) if isinstance(t, Tensor) and t.dtype == torch.bool]
+            self.read |= NONE.union(*(self.of(mask) for mask in masks))
 
 
 def on_meta(value: Any) -> Any:

@@ -22,9 +22,13 @@ def routers_of(model: nn.Module) -> Routers | None:
     text = text_config(model)
     if not getattr(text, "output_router_logits", False):
         return None
-    base: Any = model.base_model
-    table = getattr(base, "_can_record_outputs", None) or {}
-    recorders = table.get("router_logits")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise OctoPipeError(
+            f"{type(model).__name__} adds auxiliary losses of the routers of two stacks to its loss "
+            "(output_router_logits), of which only one can be passed on; set output_router_logits to false"
+        )
+    tables = [getattr(module, "_can_record_outputs", None) or {} for module in (model.base_model, *model.modules())]
+    recorders = next((table["router_logits"] for table in tables if table.get("router_logits")), None)
     if recorders is None:
         raise OctoPipeError(
             f"{type(model).__name__} trains with its routers' auxiliary loss (output_router_logits) and does not say "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.labels import CausalLoss
 from octopipe.huggingface.own_loss import own_loss
 from octopipe.huggingface.partial_shell import partial_shell
@@ -36,11 +35,7 @@ class SectionCut:
         device: torch.device | None,
         example: Mapping[str, Any],
     ):
-        if routers_of(model) is not None:
-            raise OctoPipeError(
-                f"{type(model).__name__} trains with its routers' auxiliary loss (output_router_logits), which is not "
-                "passed on in a model that is cut in sections; set output_router_logits to false"
-            )
+        self.routers = routers_of(model)
         self.model, self.sections, self.weights, self.device = model, sections, weights, device
         self.example = example
         self._first = first_names(model)
@@ -78,7 +73,7 @@ class SectionCut:
             memo = {id(t): allocated(t, self.device) for t in (*layer.parameters(), *layer.buffers())}
             layer = copy.deepcopy(layer, {**memo, id(self.model.config): self.model.config})
             self.weights.fill(layer, f"{path}.", names)
-        return Visit(layer, self.sections, number)
+        return Visit(layer, self.sections, number, self.routers)
 
     def _passage(self, number: int) -> Passage:
         sections = self.sections
@@ -90,7 +85,7 @@ class SectionCut:
             weights=self.weights,
             device=self.device,
         )
-        return Passage(shell, answers, sections, number, missing)
+        return Passage(shell, answers, sections, number, missing, self.routers)
 
     def _ties(self, layer: int, piece: nn.Module) -> dict[str, str]:
         """Own name -> the tie's, for parameters that other pieces hold too."""

@@ -31,6 +31,7 @@ from octopipe.huggingface.shell import (
     leaves_of,
     outside,
     shell_of_zeros,
+    text_config,
 )
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
@@ -47,6 +48,8 @@ WITH_NONE = -2
 """Among what layers may return: the hidden state and None (XLNet's second stream where it is not used)."""
 MOST_GUESSES = 24
 """How many combinations of what layers return are tried."""
+RETURNS = (0, 1, 2, 3, 4, 5)
+"""What layers may return: a tensor, or a tuple of so many."""
 
 
 class _NotVisited(Refused):
@@ -96,6 +99,8 @@ class Sections:
     """Arguments that are objects of the model's (configs, functions): the same for every batch."""
     shared: Mapping[tuple[int, int], int]
     """Arguments that are one container for several layers: its number."""
+    changed: frozenset[int]
+    """Visits whose hidden states the forward changes in place."""
     inputs: tuple[str, ...]
     """The names of the example's inputs."""
 
@@ -123,11 +128,16 @@ def stacks(model: nn.Module) -> list[str]:
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if type(module) is nn.ModuleList and len(module) and not inside:
+        if type(module) is nn.ModuleList and len(module) and not inside and all(map(_can_run, module)):
             found.append((name, module))
     counted = [item for item in found if len(item[1]) in wanted]
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in counted or found}
     return sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:MOST_STACKS]
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own; a list of parts has none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _counts(data: Any) -> Iterator[int]:
@@ -149,6 +159,7 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
     for chosen in tried:
         paths = [name for name, _ in model.named_modules() if name in chosen]
         guesses = _guesses(model, paths)
+        ends: dict[int, str] = {}
         for guess in guesses:
             attempt = _Trace(model, paths, guess, example)
             try:
@@ -167,6 +178,12 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
                     text = " ".join(str(error).split())[:160]
                     reason, furthest = text if refused else f"{UNFOLLOWED} ({type(error).__name__}: {text})", far
                 _add_next_guess(guesses, guess, attempt, paths)
+                if attempt.visits:
+                    ends[len(attempt.visits)] = attempt.layers[attempt.visits[-1]].rpartition(".")[0]
+        else:  # layers that change the shape of the hidden state are no layers of the pipeline
+            without = [path for path in chosen if ends and path != ends[max(ends)]]
+            if without and without not in tried:
+                tried.insert(tried.index(chosen) + 1, without)
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
 
 
@@ -177,7 +194,7 @@ def _add_next_guess(
     if not attempt.visits or len(guesses) > 2 * MOST_GUESSES:
         return
     at = list(paths).index(attempt.layers[attempt.visits[-1]].rpartition(".")[0])
-    for count in (0, 1, 2, 3):
+    for count in RETURNS:
         other = (*guess[:at], count, *guess[at + 1 :])
         if other not in guesses:
             guesses.append(other)
@@ -186,15 +203,18 @@ def _add_next_guess(
 def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
     """What the layers of every list may return, likely ones first: a tensor, a tuple of one to three, or a tuple of a
     tensor and None."""
-    said = []
-    for path in paths:
-        layer = next(iter(model.get_submodule(path).children()))
-        annotated = str(inspect.signature(layer.forward).return_annotation).lower()
-        said.append((1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE))
+    said = [said_returns(model, path) for path in paths]
     alike = [(count,) * len(paths) for count in (said[0][0], 0, 1, 2, 3, WITH_NONE)]
     mixed = itertools.product((0, 1, 2, 3), repeat=len(paths))
     by_word = sorted(mixed, key=lambda guess: sum(said[k].index(n) for k, n in enumerate(guess)))
     return list(dict.fromkeys((*alike, *by_word)))[:MOST_GUESSES]
+
+
+def said_returns(model: nn.Module, path: str) -> tuple[int, ...]:
+    """What the layers of a list return, likely ones first, by their annotation."""
+    layer = next(iter(model.get_submodule(path).children()))
+    annotated = str(inspect.signature(layer.forward).return_annotation).lower()
+    return (1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE)
 
 
 class _Trace:
@@ -244,6 +264,8 @@ class _Trace:
         logits = getattr(out, "logits", None)
         if not isinstance(logits, Tensor):
             raise Refused("its forward gives no logits")
+        if logits.shape[:-1].numel() < _tokens(inputs):  # a tensor that was indexed in place of a tuple
+            raise ValueError("its forward gives fewer logits than the batch has tokens")
         run = {self.layers[layer].rpartition(".")[0] for layer in self.visits}
         if run != set(self.paths):
             raise _NotVisited(sorted(set(self.paths) - run))
@@ -267,17 +289,27 @@ class _Trace:
         with WithoutFunctionModes():
             leaves, _ = leaves_of(args, kwargs)
             at = hidden_leaf(leaves)
-            chained = bool(self.hidden) and leaves[at] is self.hidden[-1]
+            if self.hidden and leaves[at].ndim < self.hidden[-1].ndim and self._is_next(layer):
+                raise ValueError("its layers return a tuple")  # a tensor was indexed in its place
+            chained = bool(self.hidden) and leaves[at] is self.hidden[-1] and not leaves[at]._version
             late = any(self._is_late(leaf) for i, leaf in enumerate(leaves) if not (chained and i == at))
             if not chained or late:
                 self._begin(g)
             for i, leaf in enumerate(leaves):
                 self._argument(g, i, leaf, chained=chained and i == at)
             self.visits.append(layer)
-            out = torch.zeros_like(leaves[at], requires_grad=True)
+            # No leaf of autograd: forwards may change in place what a layer has returned.
+            out = torch.zeros_like(leaves[at], requires_grad=True).clone()
             self.hidden.append(out)
             self.provenance.name(out, ("visit", g))
         return returned(out, self.returns[layer], g)
+
+    def _is_next(self, layer: int) -> bool:
+        """Whether the layer stands behind the one that was visited last."""
+        return (
+            layer == self.visits[-1] + 1
+            and self.layers[layer].rpartition(".")[0] == self.layers[layer - 1].rpartition(".")[0]
+        )
 
     def _is_late(self, leaf: Any) -> bool:
         """Whether an argument was computed from a layer behind the current passage."""
@@ -331,6 +363,9 @@ class _Trace:
         idle = {name for name in named if id(self.model.get_parameter(name)) not in by_tensor}
         parameters = [set(names) for names in self.parameters]
         parameters[0] |= idle
+        # Every passage runs the forward from its beginning, so what decides about its way is needed in all of them.
+        sources: Any = self.provenance.read
+        read = {name for kind, name in sources if kind == "input"}
         shared: dict[tuple[int, int], int] = {}
         for number, places in enumerate(p for p in self.containers.values() if len({g for g, _ in p}) > 1):
             shared |= dict.fromkeys(places, number)
@@ -342,14 +377,21 @@ class _Trace:
             starts=tuple(self.starts),
             parameters=tuple(map(frozenset, parameters)),
             outputs=tuple(map(frozenset, self.outputs)),
-            values=tuple(map(frozenset, self.values)),
+            values=tuple(frozenset(names | read) for names in self.values),
             kept=self.kept,
             asides={g: frozenset(places) for g, places in self.asides.items()},
             last_aside=self.last_aside,
             own=self.own,
             shared=shared,
+            changed=frozenset(g for g, out in enumerate(self.hidden) if out._version),
             inputs=tuple(self.example),
         )
+
+
+def _tokens(inputs: Mapping[str, Any]) -> int:
+    """How many tokens a batch asks logits for."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)
@@ -368,6 +410,8 @@ def quiet(model: nn.Module) -> dict[str, Any]:
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     out = {"use_cache": False} if "use_cache" in names or open_ended else {}
+    if getattr(text_config(model), "output_router_logits", False):  # placeholders have no routers
+        out["output_router_logits"] = False
     return {**out, "use_mems": False} if "use_mems" in names else out
 
 

@@ -85,14 +85,13 @@ def model_class(config: Any, where: str = "config") -> Any:
         named = getattr(package, str(name), None)
         if named is not None and issubclass(named, package.PreTrainedModel) and re.search(WITH_HEAD, str(name)):
             return named
-    causal, seq2seq = "MODEL_FOR_CAUSAL_LM_MAPPING", ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
-    order = [causal]
+    order = ["CAUSAL_LM", "MULTIMODAL_LM"]
     if getattr(config, "is_encoder_decoder", False):
-        order = [f"MODEL_FOR_{kind}_MAPPING" for kind in seq2seq]
+        order = ["SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"]
     elif has_towers(config):
-        order = ["MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", causal]
-    for mapping in order:
-        found = getattr(package, mapping, {}).get(type(config), None)
+        order = ["MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"]
+    for kind in order:
+        found = getattr(package, f"MODEL_FOR_{kind}_MAPPING", {}).get(type(config), None)
         if found is not None:
             return found[0] if isinstance(found, tuple) else found
     raise OctoPipeError(
@@ -153,6 +152,20 @@ def inner_model(model: nn.Module) -> nn.Module:
         raise OctoPipeError(f"{type(model).__name__} is not a transformers model; give one, its config, or its folder")
     _refuse_other_kinds(found.config, type(found).__name__)
     return found  # type: ignore[no-any-return]
+
+
+def refuse_other_models(model: nn.Module) -> None:
+    """Raise where a model is not one forward from tokens to logits over a vocabulary."""
+    name = type(model).__name__
+    if type(model).forward is nn.Module.forward:
+        parts = [part for part, _ in model.named_children()]
+        raise OctoPipeError(
+            f"{name} has no forward of its own: its generate runs {', '.join(parts)} one after another; give the one "
+            f"that is trained: layers(model.{parts[0]})"
+        )
+    config: Any = model.config
+    if getattr(config.get_text_config(decoder=True), "vocab_size", None) is None:
+        raise OctoPipeError(f"{name} predicts no tokens: its config has no vocabulary; only language models are cut")
 
 
 def shortened(config: Any, num_layers: int, where: str) -> Any:

@@ -54,6 +54,7 @@ def tune_measured(
     rounds: int = 2,
     steps: int = 4,
     systems: Sequence[str] = PUBLISHED,
+    flags_too: bool = False,
     transport: str | None = None,
     timeout_s: float = 120.0,
     pg_collection: Any = None,
@@ -64,7 +65,8 @@ def tune_measured(
     `profile`: of `octopipe.megatron.profile`. `build(plan)`: this rank's chunks of a plan; they are let go before the
     next plan's are built. `data()`: the `data_iterator` of one step (called before every step). `tune_s`: seconds of
     each search; `budget_s`: of everything. Plans are restricted to what the drop-in runs: every layer once, nothing
-    recomputed.
+    recomputed. `flags_too`: also search, run and name ("by flags") the best plan that Megatron's own flags express, in
+    Megatron's own order, so that it is seen what its layout alone would give.
     """
     if steps < 1:
         raise OctoPipeError(f"{steps} timed steps of each plan; give at least one")
@@ -86,6 +88,9 @@ def tune_measured(
     def search(costs: CostTable, copies: bool) -> Plan:
         return tune(costs, world.size, num_micro_batches, budget_s=tune_s, copies=False, recompute=False).plan
 
+    def by_flags(costs: CostTable) -> Plan:
+        return tune(costs, world.size, num_micro_batches, budget_s=tune_s, recompute=False, target="megatron").plan
+
     def loop(run: Run) -> Outcome:
         return tune_by_running(
             profile,
@@ -96,6 +101,7 @@ def tune_measured(
             kinds=names if len(names) == profile.costs.num_layers else (),
             systems=systems,
             copies=(False,),
+            also={"by flags": by_flags} if flags_too else None,
             rounds=rounds,
             budget_s=budget_s,
             fitted=for_megatron,

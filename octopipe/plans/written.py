@@ -71,10 +71,9 @@ def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
     """The fields of the plan in a JSON text, not yet validated; `where` names the source in errors."""
     raw: Any = decode_json(data, where, most_values=2 * MAX_OPS)
     if not isinstance(raw, dict):
-        raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
-    second = raw.get("format") == FORMAT_2
-    if not second:
-        check_format(raw.get("format"), FORMAT, where)
+        raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT_2}"')
+    check_format(raw.get("format"), (FORMAT, FORMAT_2), where)
+    second = raw["format"] == FORMAT_2
     try:
         # To version 1 the keys of version 2 are provenance like any other.
         file = msgspec.convert({k: v for k, v in raw.items() if second or k in _KNOWN}, _PlanFile)

@@ -7,6 +7,9 @@ its own stages, so values received from another rank are taken as given.
 The plain run takes place after the step, before an optimizer changes a weight. Layers run forward once more from the
 state of the recorded forward (`stages/replay.py`), and their state is restored afterwards. Stages with sharded
 parameters (DTensor) are not checked.
+
+A step that fits must not fail because it is checked: recorded gradients of parameters are kept in host memory, they are
+compared piece by piece, and a stage for whose second run the device has too little memory is named and passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from octopipe.runtime.wire.messages import takes_gradient
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
 """Of a gradient's norm, by the coarsest dtype at work; for those not named, `HALF_TOLERANCE`."""
 HALF_TOLERANCE = 0.1
+PIECE = 1 << 24
+"""Values that are compared at a time, in float64."""
 
 
 class Verifier:
@@ -66,6 +71,13 @@ class Verifier:
             if not found:
                 try:
                     found = watched.compare(self._names, self._executor._autocast or nullcontext)
+                except torch.OutOfMemoryError:
+                    watched.forget()
+                    warnings.warn(
+                        f"the layers up to {watched.parts[-1][0].place()} were not verified: the device has too little "
+                        "memory to run them a second time",
+                        stacklevel=2,
+                    )
                 except Exception as error:  # the other ranks wait for what this one says
                     why = " ".join(str(error).split())[:160]
                     place = watched.parts[-1][0].place()
@@ -73,6 +85,9 @@ class Verifier:
                         f"verify: the layers up to {place} cannot run a second time ({type(error).__name__}: {why}); "
                         "leave verify out, or mend their forward"
                     )
+            watched.forget()
+        if torch.cuda.is_initialized():  # what is reported of a run is the memory of its steps
+            torch.cuda.reset_peak_memory_stats()
         everybody = [text for text in world.gather(found) if text]
         if everybody:
             raise OctoPipeError(everybody[0])
@@ -127,6 +142,12 @@ class _Watched:
     def end_step(self) -> None:
         self.chain.end_step()
 
+    def forget(self) -> None:
+        """Release everything that was kept for the comparison."""
+        self._given = self._found = self._output = None
+        self.gradients, self.returned = [], []
+        self.added.clear()
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Keeps what is added to `.grad` inside."""
@@ -136,7 +157,7 @@ class _Watched:
         yield
         for p, grad in zip(self.parameters, before):
             if p.grad is not None:
-                new = p.grad.detach().clone()
+                new = p.grad.detach().to("cpu", copy=True)
                 self.added[id(p)] = self.added[id(p)] + new if id(p) in self.added else new
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
@@ -181,7 +202,7 @@ class _Watched:
             plain = (None,) * len(wanted)
         # Where the true gradient is zero (a bias before batch norm) both are noise.
         floor = 4 * max((torch.finfo(d).eps for d in dtypes), default=0.0)
-        floor *= max((float(g.abs().double().norm()) for g in map(_dense, plain) if g is not None), default=0.0)
+        floor *= max((_norm(g) for g in map(_dense, plain) if g is not None), default=0.0)
         got = [self.added.get(id(p)) for p in self.parameters]
         got += [g for g, need in zip(self.returned, needs) if need]
         titles = [f"parameter {names.get(id(p), '?')}" for p in self.parameters]
@@ -264,9 +285,17 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def _far(a: Tensor, b: Tensor, limit: float, floor: float) -> bool:
-    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    if a.shape != b.shape:
-        return True
-    apart = float((a - b).abs().norm())
-    return not apart <= limit * float(b.abs().norm()) + floor + 1e-30
+    return a.shape != b.shape or not _norm(b, a) <= limit * _norm(b) + floor + 1e-30
+
+
+def _norm(x: Tensor, away_from: Tensor | None = None) -> float:
+    """The norm of a tensor, or of its difference from another one, which may be on another device."""
+    wide = torch.complex128 if x.is_complex() or (away_from is not None and away_from.is_complex()) else torch.float64
+    other = None if away_from is None else away_from.detach().reshape(-1)
+    squares = torch.zeros((), dtype=torch.float64, device=x.device)
+    for at, piece in enumerate(x.detach().reshape(-1).split(PIECE)):
+        values = piece.to(wide)
+        if other is not None:
+            values = values - other[at * PIECE : at * PIECE + piece.numel()].to(x.device).to(wide)
+        squares += values.abs().square().sum()
+    return float(squares) ** 0.5

@@ -102,9 +102,19 @@ def with_repeats(self: Any, hidden: Any) -> Any:
     return hidden
 
 
-@pytest.mark.parametrize("case", ["container", "sums", "repeats"])
+def with_changes(self: Any, hidden: Any) -> Any:
+    """What every layer returns is changed in place before the next one takes it."""
+    place = self.rotary_emb(hidden, torch.arange(7)[None])
+    for layer in self.layers:
+        hidden = layer(hidden, position_embeddings=place)
+        hidden *= 0.5
+    return hidden
+
+
+@pytest.mark.parametrize("case", ["container", "sums", "repeats", "changes"])
 def test_what_a_forward_does_between_layers_is_done_in_the_pieces(case: str) -> None:
-    model = body({"container": with_container, "sums": with_sums, "repeats": with_repeats}[case])
+    forwards = {"container": with_container, "sums": with_sums, "repeats": with_repeats, "changes": with_changes}
+    model = body(forwards[case])
     if case == "container":
         model.model.layers = torch.nn.ModuleList(Storing(k == 0) for k in range(4)).double()
     ids = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -112,7 +122,7 @@ def test_what_a_forward_does_between_layers_is_done_in_the_pieces(case: str) -> 
     wanted = twin(input_ids=ids).logits
     wanted.pow(2).sum().backward()
     parts = layers(model)
-    assert len(parts) == {"container": 6, "sums": 9, "repeats": 10}[case]
+    assert len(parts) == {"container": 6, "sums": 9, "repeats": 10, "changes": 9}[case]
     value: Any = {"input_ids": ids}
     for module in parts:
         value = module(value)
@@ -262,12 +272,53 @@ def test_batches_unlike_the_example_are_named() -> None:
 def test_an_input_without_a_convention_asks_for_an_example() -> None:
     config = tiny_tower("qwen3_vl")
     model = twin_of("qwen3_vl", config)
-    model.config.vision_config.patch_size = [4, 4]
+    model.config.vision_config.patch_size = 5  # not what its weights are made for
     with pytest.raises(OctoPipeError, match=r"takes pixel_values.* give an example of a small batch: layers\(model"):
         layers(model)
     row = image_batches(config, [1])[0]
     parts = layers(model, example={name: value for name, value in row.items() if name != "labels"})
     assert len(parts) > 6
+
+
+def routed(world: Any, family: str, changes: dict[str, Any]) -> tuple[float, float, float]:
+    """On a rank: the loss, the part of it that the routers add, and the worst difference from one process."""
+    from octopipe.runtime.pipeline import Pipeline
+
+    config = tiny_tower(family, text_config=changes)
+    model = twin_of(family, config)
+    batches = image_batches(config, [2, 0, 1, 3])
+    inputs, targets = micro_batches(batches)
+    share = targets[0]["num_items_in_batch"]
+    answers = [model(**b, num_items_in_batch=share, use_cache=False) for b in batches]
+    expected = sum(answer.loss for answer in answers) / len(batches)
+    expected.backward()
+    added = sum(float(answer.aux_loss.detach()) for answer in answers) / len(batches) * changes["router_aux_loss_coef"]
+    wanted = {id(p): None if p.grad is None else p.grad.clone() for p in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    parts = layers(model)
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=len(parts)), world.size, len(batches))
+    with Pipeline(parts, plan, parts.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
+        loss = float(pipe.step(inputs, targets))
+        off = finite(abs(loss - float(expected.detach())))
+        for name, p in pipe.named_parameters():
+            want = wanted[id(p)]
+            if p.grad is None or want is None:
+                assert all(g is None or not g.any() for g in (p.grad, want)), name
+            else:
+                off = max(off, finite(float((p.grad - want).abs().max())))
+    return loss, added, off
+
+
+def test_router_losses_of_sections_on_two_ranks_are_those_of_one_process() -> None:
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    for loss, added, off in shared_ranks(2).run(routed, "qwen3_vl_moe", changes):
+        assert off < 1e-6
+        assert 0.1 < added < loss  # what a pipeline without them would lack
+
+
+def test_router_losses_of_two_stacks_are_refused() -> None:
+    with pytest.raises(OctoPipeError, match="routers of two stacks"):
+        layers(twin_of("nllb-moe", tiny_tower("nllb-moe", output_router_logits=True)))
 
 
 @pytest.mark.slow

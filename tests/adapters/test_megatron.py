@@ -27,6 +27,7 @@ from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.megatron.driver import PlanDriver  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.search.restricted import runs_on_megatron  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
 
@@ -578,8 +579,10 @@ def tune_by_running(world):
         rounds=1,
         steps=2,
         systems=("1f1b", "zb-h1"),
+        flags_too=True,
         **usual,
     )
+    assert runs_on_megatron(outcome.rows[-1].plan)
     rows = [(row.name, row.ran.step_ms, len(row.ran.op_ms), len(row.plan.table().stage)) for row in outcome.rows]
     return rows, outcome.best.name, [str(op) for order in outcome.best.plan.orders for op in order]
 
@@ -589,7 +592,7 @@ def test_tuning_by_running_measures_published_and_tuned_plans_and_keeps_the_fast
     results = _run(four, tune_by_running)[::2]
     assert results[0] == results[1]
     rows, best, _ = results[0]
-    assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "tuned 1"]
+    assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "tuned 1", "tuned 1 by flags"]
     assert all(measured == ops and step_ms > 0 for _, step_ms, measured, ops in rows)
     assert best == min(rows, key=lambda row: row[1])[0]
 

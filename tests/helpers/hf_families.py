@@ -141,6 +141,8 @@ def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
             out[key] = 0.0
         elif key == "head_dim" and "qk_rope_head_dim" in known:
             out[key] = SIZES["qk_rope_head_dim"]
+        elif key == "num_key_value_heads" and value is not None and value == known.get("num_attention_heads"):
+            out[key] = SIZES["num_attention_heads"]
         elif (key in MORE or key in SIZES) and value is not None and not isinstance(value, dict):
             out[key] = MORE.get(key, SIZES.get(key))
         elif isinstance(value, list) and before and len(value) == before:

@@ -18,13 +18,68 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 
 from octopipe.huggingface import layers, micro_batches
-from octopipe.huggingface.examples import example_of
-from octopipe.huggingface.source import build_on_meta, model_class
+from octopipe.huggingface.examples import example_of, takes_more_than_tokens
+from octopipe.huggingface.source import build_on_meta, model_class, refuse_other_models
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_QUERIES = {"encoder_hidden_size": 32}
+_CONFORMER = {"hidden_dim": 32, "input_dim": 16, "dim_head": 8, "context_size": 8, "max_pos_emb": 8}
+_TILES = [[16, 32], [32, 16], [32, 32]]
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "gemma4": {
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+        }
+    },
+    "gemma4_unified": {
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "patch_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 32,
+        }
+    },
+    "granite_speech": {
+        "encoder_config": _CONFORMER,
+        "projector_config": _QUERIES,
+        "window_size": 4,
+        "downsample_rate": 2,
+    },
+    "granite_speech_plus": {
+        "encoder_config": _CONFORMER,
+        "projector_config": _QUERIES,
+        "window_size": 4,
+        "downsample_rate": 2,
+    },
+    "instructblip": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "kosmos-2.5": {"latent_query_num": 4},
+    "llama4": {"vision_config": {"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32}},
+    "llava_next": {"image_grid_pinpoints": _TILES},
+    "llava_next_video": {"image_grid_pinpoints": _TILES},
+    "llava_onevision": {"image_grid_pinpoints": _TILES},
+    "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
+    "phi4_multimodal": {"vision_config": {"crop_size": 16}},
+    "pp_formulanet": {"vision_config": {"post_conv_out_channels": 64, "decoder_hidden_size": 32}},
+    "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [32, 32], "image_size": 64}}},
+    "vipllava": {"vision_feature_layers": [-2, -3, 1]},
+    "voxtral": {"audio_token_id": 502, "audio_config": {"intermediate_size": 128}},
 }
 """By family: what differs, by key; a dict changes a part."""
 
@@ -48,18 +103,29 @@ def tiny_tower(family: str, **changes: Any) -> Any:
     cls = transformers.CONFIG_MAPPING[family]
     data = shrunk(cls().to_dict())
     for key, value in {**CHANGES.get(family, {}), **changes}.items():
-        data[key] = {**data.get(key, {}), **value} if isinstance(value, dict) else value
+        data[key] = _merged(data.get(key), value)
     data["architectures"] = [every_tower()[family]]
     return cls.from_dict(data)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """A changed part of a config, keeping what is not changed."""
+    if not isinstance(new, dict):
+        return new
+    known = old if isinstance(old, dict) else {}
+    return {**known, **{key: _merged(known.get(key), value) for key, value in new.items()}}
 
 
 def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
     """The example with random floating values."""
     generator = torch.Generator().manual_seed(seed)
-    return {
+    out = {
         name: torch.randn(value.shape, generator=generator, dtype=torch.float64) if value.is_floating_point() else value
         for name, value in example.items()
     }
+    if "flattened_patches" in out:  # they begin with their row and their column
+        out["flattened_patches"][..., :2] = example["flattened_patches"][..., :2]
+    return out
 
 
 def twin_of(family: str, config: Any) -> Any:
@@ -72,13 +138,19 @@ def twin_of(family: str, config: Any) -> Any:
     return model.train()
 
 
+def _example(model: Any) -> dict[str, Tensor]:
+    """The example of the model's inputs; of some families and configs tokens alone."""
+    refuse_other_models(model)
+    return example_of(model) if takes_more_than_tokens(model) else {"input_ids": torch.arange(3, 38).view(5, 7)}
+
+
 def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
     """The largest difference of logits, loss and gradients of the pieces one after another from the unsplit model, and
     the pieces."""
     warnings.filterwarnings("ignore")
     config = tiny_tower(family, **changes)
     model = twin_of(family, config)
-    example = drawn(example_of(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
+    example = drawn(_example(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
     ids = example.get("decoder_input_ids", example.get("input_ids"))
     labels = ids.roll(-1, 1).clone()
     labels[0, :2] = -100
@@ -93,6 +165,7 @@ def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
     _, targets = micro_batches([{**example, "labels": labels}])
     loss = parts.loss_fn(value, targets[0])
     loss.backward()
+    value = value if isinstance(value, Tensor) else value[0]  # beside logits: the auxiliary loss of routers
     off = finite(float((value - out.logits).detach().abs().max()))
     off = max(off, finite(abs(float((loss - out.loss).detach()))))
     mine = grads_of(model.named_parameters())

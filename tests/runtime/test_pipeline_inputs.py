@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.runtime import verify  # noqa: E402
 from octopipe.runtime.batches import split_batch  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
@@ -256,3 +257,31 @@ def test_verify_watches_the_weight_gradients_of_a_split_plan() -> None:
     with Pipeline(layers, plan, lambda out, y: (out - y).square().mean(), verify=True) as pipe:
         loss = float(pipe.step(x, x))
     assert loss == pytest.approx(float((nn.Sequential(*layers)(x) - x).square().mean().detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_that_fits_does_not_fail_because_it_is_verified(recompute, monkeypatch) -> None:
+    """A device without memory for the second run: the stage is named, the step counts."""
+
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    expected = Pipeline(linears(), alone(recompute=recompute), square).step(data(8), data(8, 2))
+    monkeypatch.setattr(verify, "_gradients", full)
+    with pytest.warns(UserWarning, match="layers up to .* not verified: the device has too little memory"):
+        loss = Pipeline(linears(), alone(recompute=recompute), square, verify=True).step(data(8), data(8, 2))
+    assert float(loss) == float(expected)
+
+
+def test_gradients_are_compared_in_pieces_as_a_whole(monkeypatch) -> None:
+    monkeypatch.setattr(verify, "PIECE", 7)
+    a, b = torch.randn(5, 9, dtype=torch.complex64), torch.randn(9, 5).t()
+    assert verify._norm(b) == pytest.approx(float(b.double().norm()))
+    assert verify._norm(b, a) == pytest.approx(float((b - a).abs().double().norm()))
+    assert verify._norm(torch.zeros(0)) == 0.0
+    assert verify._far(a, torch.randn(9, 5), 1e9, 1e9)
+    assert not verify._far(b + 1e-4, b, 1e-2, 0.0)
+    changed = b.clone()
+    changed[4, 8] += 100.0
+    assert verify._far(changed, b, 1e-2, 0.0)
+    assert verify._far(b * float("nan"), b, 1e-2, 0.0)

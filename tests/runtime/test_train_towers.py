@@ -183,3 +183,26 @@ def test_samples_of_a_folder_are_trained_and_evaluated(tmp_path: Path) -> None:
     assert result is not None
     assert result.losses[0] == pytest.approx(loss_in_one_process(a_job), rel=1e-4)
     assert result.evaluations[-1].samples == 5 and result.evaluations[-1].tokens == sum(6 + k for k in range(5))
+
+
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("idefics3", {}),
+        pytest.param("gemma4", {}, marks=pytest.mark.slow),
+        pytest.param("kimi_k25", {"encoder_seq": 64}, marks=pytest.mark.slow),
+        pytest.param("lfm2_vl", {}, marks=pytest.mark.slow),
+        pytest.param("pix2struct", {}, marks=pytest.mark.slow),
+        pytest.param("voxtral", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_made_up_batches_of_every_form_are_taken(family: str, asked: dict[str, Any]) -> None:
+    spec = model(family, **asked)
+    assert abs(loss_in_one_process(job(spec)) - np.log(512)) < 1  # an untrained model knows nothing of 512 tokens
+
+
+def test_images_that_stand_row_by_row_are_one_for_every_sequence() -> None:
+    form = model("idefics3").inputs
+    assert form is not None and form.one_each and form.items(3) == [1, 1, 1]
+    with pytest.raises(OctoPipeError, match=r"its images stand row by row, .*leave --images out"):
+        model("idefics3", images=(2.0,))

@@ -1,0 +1,100 @@
+"""Examples that are made up for models which take more than tokens: one family for every form of their inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from effort import some  # noqa: E402
+from hf_families import tiny_config  # noqa: E402
+from hf_towers import drawn, tiny_tower, tower_difference, twin_of  # noqa: E402
+
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.huggingface import layers  # noqa: E402
+from octopipe.huggingface.examples import example_of  # noqa: E402
+
+FORMS = {
+    "idefics3": {"pixel_values": 5, "pixel_attention_mask": 4},
+    "voxtral_realtime": {"input_features": 3},
+    "pix2struct": {"flattened_patches": 3},
+    "git": {"pixel_values": 4},
+    "llava_next": {"pixel_values": 5, "image_sizes": 2},
+    "lfm2_vl": {"pixel_values": 3, "spatial_shapes": 2, "pixel_attention_mask": 2},
+    "gemma4": {"pixel_values": 3, "image_position_ids": 3, "mm_token_type_ids": 2},
+    "kimi_k25": {"pixel_values": 4, "image_grid_thw": 2},
+    "video_llama_3": {"pixel_values": 2, "image_grid_thw": 2, "image_merge_sizes": 1},
+    "mllama": {"pixel_values": 6, "aspect_ratio_ids": 2, "aspect_ratio_mask": 3},
+    "granite_speech": {"input_features": 3},
+    "glmasr": {"input_features": 3, "input_features_mask": 2},
+    "evolla": {"protein_input_ids": 2, "protein_attention_mask": 2},
+    "instructblip": {"pixel_values": 4, "qformer_input_ids": 2},
+    "kosmos-2.5": {"flattened_patches": 3, "image_embeds_position_mask": 2},
+    "phi4_multimodal": {"image_pixel_values": 5, "image_sizes": 2, "image_attention_mask": 4},
+    "deepseek_vl_hybrid": {"pixel_values": 4, "high_res_pixel_values": 4},
+}
+"""By family: the inputs of its example beside tokens, with their number of dimensions."""
+OTHERS = ["longt5", "vision-encoder-decoder", "canary", "aria", "blip-2", "inkling_mm_model", "llama4", "unlimited_ocr"]
+"""Layers that return five results, decoders of other kinds, layers that change the shape of the hidden state."""
+
+
+@pytest.mark.parametrize(
+    "family", [*list(FORMS)[:4], *(pytest.param(f, marks=pytest.mark.slow) for f in list(FORMS)[4:])]
+)
+def test_a_form_of_inputs_is_found_and_the_pieces_are_the_model(family: str) -> None:
+    off, parts = tower_difference(family)
+    assert off < 1e-6
+    found = {name: value.ndim for name, value in parts.example.items() if name != "input_ids"}
+    found.pop("decoder_input_ids", None)
+    assert found == FORMS[family]
+
+
+@pytest.mark.parametrize("family", [OTHERS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS[1:])])
+def test_models_of_other_kinds_are_their_pieces(family: str) -> None:
+    assert tower_difference(family)[0] < 1e-6
+
+
+def test_images_that_are_padding_are_left_out_in_every_piece() -> None:
+    """Which images are real is read from their values, and every piece runs the forward from its beginning."""
+    config = tiny_tower("idefics3")
+    model = twin_of("idefics3", config)
+    row = drawn(example_of(model))
+    pixels = row["pixel_values"].repeat(1, 2, 1, 1, 1)
+    pixels[1:, 1] = 0.0
+    token, ids = config.image_token_id, row["input_ids"]
+    marked = int((ids[0] == token).sum())
+    second = torch.full((len(ids), marked), 7)
+    second[0] = token
+    given = {
+        "input_ids": torch.cat((ids, second), 1),
+        "pixel_values": pixels,
+        "pixel_attention_mask": row["pixel_attention_mask"].repeat(1, 2, 1, 1),
+    }
+    value: Any = given
+    for module in layers(model):
+        value = module(value)  # type: ignore[operator]
+    assert torch.allclose(value, model(**given, use_cache=False).logits, atol=1e-12)
+
+
+@pytest.mark.parametrize("smoothing", some([0.1, 0.0]))
+def test_a_loss_of_smoothed_labels_is_the_models(smoothing: float) -> None:
+    assert tower_difference("blip", text_config={"label_smoothing": smoothing})[0] < 1e-6
+
+
+def test_what_is_no_language_model_is_refused_with_its_reason() -> None:
+    class Several(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        forward = torch.nn.Module.forward
+
+    several = Several(tiny_config("llama"))
+    with pytest.raises(OctoPipeError, match=r"Several has no forward of its own: its generate runs model, lm_head"):
+        layers(several)
+    with pytest.raises(OctoPipeError, match="PI0ForConditionalGeneration predicts no tokens: its config has no vocab"):
+        layers(tiny_tower("pi0"))
+
+
+def test_a_loss_of_more_than_the_logits_is_refused_with_its_reason() -> None:
+    parts = layers(twin_of("prophetnet", tiny_tower("prophetnet")))
+    with pytest.raises(OctoPipeError, match="its loss is of more logits than its forward gives"):
+        _ = parts.loss_fn
