@@ -169,8 +169,10 @@ class Plan:
 
     @property
     def cut_heads(self) -> frozenset[int]:
-        """Layers whose shards are parts of a vocabulary: they meet in a stage without layers, which has the loss."""
-        return frozenset(s.stop - 1 for s in self.stages if s.first == s.stop)
+        """Layers whose shards are parts of a vocabulary: the last layer, and those whose shards meet in a stage without
+        layers, which has the loss."""
+        last = self.num_layers
+        return frozenset(s.stop - 1 for s in self.stages if s.first == s.stop or (s.shard and s.stop == last))
 
     @property
     def forks(self) -> bool:

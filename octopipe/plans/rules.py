@@ -41,8 +41,9 @@ def _structure_problems(plan: Plan) -> list[str]:
         out.append("there are no stages; give at least one")
     if len(plan.orders) != plan.num_ranks:
         out.append(f"orders has {len(plan.orders)} rows for {plan.num_ranks} ranks; give one row per rank")
+    behind = {plan.num_layers, *(s.stop for s in plan.stages if s.shard)}
     for i, s in enumerate(plan.stages):
-        is_loss = 0 < s.first == s.stop <= plan.num_layers and s.shard is None and not s.recompute
+        is_loss = s.first == s.stop and s.stop in behind and s.shard is None and not s.recompute
         if not 0 <= s.first < s.stop <= plan.num_layers and not is_loss:
             out.append(f"stage {i} has layers [{s.first}, {s.stop}); they must lie inside [0, {plan.num_layers})")
         if not 0 <= s.rank < plan.num_ranks:
