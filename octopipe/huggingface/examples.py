@@ -9,6 +9,7 @@ convention that is known here needs an example from its user.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ USUAL_INPUTS = frozenset(
 OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwargs", "cache_position", "interpolate_")
 MARKS = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
 """Inputs that say which tokens stand for an image."""
+MASK = "attention_mask"
 MOST_NAMES = 5
 
 
@@ -113,6 +115,20 @@ def _decoded(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor
 
 def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
     """The batch of a model that puts features in the places of tokens, or beside them."""
+    try:
+        return _placed_as(model, media, trials)
+    except Exception as error:
+        if trials.visits == 0:
+            raise
+        # Some models compute with an attention mask without making one.
+        masked = replace(media, inputs={**media.inputs, MASK: torch.ones(ROWS, 1, dtype=torch.long)})
+        try:
+            return _placed_as(model, masked, trials)
+        except Exception:
+            raise error from None
+
+
+def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
     token = token_of(model.config, media.kind)
     places = trials.places(_around(model, media, token, 1))
     if places % ROWS or (media.most is not None and places > ROWS * media.most):
@@ -124,7 +140,7 @@ def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]
         if token is not None or not places:
             raise
         # Features that are added to the embeddings of all tokens, which are as many.
-        batch = {"input_ids": _ids(model, tokens=places // ROWS), **media.inputs}
+        batch = _with_mask({"input_ids": _ids(model, tokens=places // ROWS), **media.inputs})
         trials.check(batch)
     return batch
 
@@ -133,8 +149,8 @@ def _around(model: nn.Module, media: Media, token: int | None, places: int) -> d
     """Tokens around so many places of an item in every row."""
     names, words = inputs_of(model), _ids(model)
     marks = [name for name in MARKS if name in names]
-    if token is None and not (marks and places > 1):
-        return {"input_ids": words, **media.inputs}
+    if token is None and not (marks and places):
+        return _with_mask({"input_ids": words, **media.inputs})
     if token is not None:
         words = torch.where(words == token, words - 1, words)
     start = getattr(model.config, "vision_start_token_id", None) if media.kind == "image" else None
@@ -143,7 +159,12 @@ def _around(model: nn.Module, media: Media, token: int | None, places: int) -> d
     ids = torch.cat((first, stands, words[:, 2:]), 1)
     inside = torch.zeros_like(ids)
     inside[:, first.shape[1] : first.shape[1] + places] = 1
-    return {"input_ids": ids, **media.inputs, **dict.fromkeys(marks, inside)}
+    return _with_mask({"input_ids": ids, **media.inputs, **dict.fromkeys(marks, inside)})
+
+
+def _with_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with its attention mask as long as its tokens where it has one."""
+    return {**batch, MASK: torch.ones_like(batch["input_ids"])} if MASK in batch else batch
 
 
 def token_of(config: Any, kind: str) -> int | None:

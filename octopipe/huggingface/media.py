@@ -79,8 +79,7 @@ def media_of(model: nn.Module) -> Iterator[Media]:
             ids = torch.arange(5, 5 + 8).repeat(ROWS, 1)
             mask = name.replace("input_ids", "attention_mask")
             yield Media(kind="text", inputs={name: ids, **({mask: torch.ones_like(ids)} if mask in names else {})})
-    sound = next((name for name in RECORDINGS if name in names), None)
-    if sound is not None:
+    for sound in (name for name in RECORDINGS if name in names):
         yield from _recordings(sound, names, config, dtype)
 
 
