@@ -133,16 +133,18 @@ def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tens
     places = trials.places(_around(model, media, token, 1))
     if places % ROWS or (media.most is not None and places > ROWS * media.most):
         raise ValueError(f"{ROWS} items become {places} features")
-    batch = _around(model, media, token, places // ROWS)
-    try:
-        trials.check(batch)
-    except Exception:
-        if token is not None or not places:
-            raise
-        # Features that are added to the embeddings of all tokens, which are as many.
-        batch = _with_mask({"input_ids": _ids(model, tokens=places // ROWS), **media.inputs})
-        trials.check(batch)
-    return batch
+    batches = [_around(model, media, token, places // ROWS)]
+    if token is None and places:  # features that are added to the embeddings of all tokens, which are as many
+        batches.append(_with_mask({"input_ids": _ids(model, tokens=places // ROWS), **media.inputs}))
+    problem: Exception | None = None
+    for batch in batches:
+        try:
+            trials.check(batch)
+            return batch
+        except Exception as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def _around(model: nn.Module, media: Media, token: int | None, places: int) -> dict[str, Tensor]:
