@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.media import MEDIA, ROWS, Media, inputs_of, media_of, parts_of
+from octopipe.huggingface.media import MEDIA, ROWS, TOKENS, Media, inputs_of, media_of, parts_of
 from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.trials import Trials
 
-TOKENS = 7
-"""A number of tokens that no width of a model equals by chance."""
 USUAL_INPUTS = frozenset(
     [
         "self",

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.examples import MARKS, MASK, TOKENS, token_of
-from octopipe.huggingface.media import PATCHES, ROWS
+from octopipe.huggingface.examples import MARKS, MASK, token_of
+from octopipe.huggingface.media import PATCHES, ROWS, TOKENS
 from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
 
 IGNORED = -100
