@@ -27,7 +27,7 @@ OVERLAPPED_SYSTEMS = ("dualpipe", "dualpipev", "interleaved-overlap")
 PAIR_MOVES = 400
 """Schedules judged where moves are counted, for each thousand moves of the search without pairs, and at least."""
 
-POLISHED_SMALL, POLISHED_LARGE, HIDING = 0.5, 0.15, 0.1
+POLISHED_SMALL, POLISHED_LARGE, HIDING = 0.5, 0.15, 0.2
 """Shares of the time in which the orders of the best plans are polished, where that is time enough and where it is not,
 and in which exposed ops of the best one get partners."""
 CHANGES_PER_OP, MOST_CHANGES = 12, 6000
