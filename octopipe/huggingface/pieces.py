@@ -26,6 +26,7 @@ from octopipe.huggingface.shell import (
     leaves_of,
     real_buffer,
     shell_of,
+    stand_ins_on,
     zeros_like_all_of,
 )
 from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
@@ -257,9 +258,7 @@ class Head(nn.Module):
         return linear_shard(self, out, number, count)
 
     def _stand_ins_on(self, device: torch.device) -> None:
-        for name, like in self._missing:
-            owner, _, attribute = name.rpartition(".")
-            object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+        stand_ins_on(self.model, self._missing, device)
         self._on = device
 
 
