@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy, refuse_random_depth, trace
-from octopipe.huggingface.examples import ROWS, TOKENS, example_of, takes_more_than_tokens
+from octopipe.huggingface.examples import example_of, takes_more_than_tokens
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
+from octopipe.huggingface.media import ROWS, TOKENS
 from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.prediction_cut import MainWeights, PredictionCut

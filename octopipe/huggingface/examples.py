@@ -9,18 +9,17 @@ convention that is known here needs an example from its user.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.media import MEDIA, ROWS, Media, inputs_of, media_of, parts_of
+from octopipe.huggingface.media import MEDIA, ROWS, TOKENS, Media, inputs_of, media_of, parts_of
 from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.trials import Trials
 
-TOKENS = 7
-"""A number of tokens that no width of a model equals by chance."""
 USUAL_INPUTS = frozenset(
     [
         "self",
@@ -41,6 +40,7 @@ USUAL_INPUTS = frozenset(
 OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwargs", "cache_position", "interpolate_")
 MARKS = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
 """Inputs that say which tokens stand for an image."""
+MASK = "attention_mask"
 MOST_NAMES = 5
 
 
@@ -113,28 +113,44 @@ def _decoded(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor
 
 def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
     """The batch of a model that puts features in the places of tokens, or beside them."""
+    try:
+        return _placed_as(model, media, trials)
+    except Exception as error:
+        if trials.visits == 0:
+            raise
+        # Some models compute with an attention mask without making one.
+        masked = replace(media, inputs={**media.inputs, MASK: torch.ones(ROWS, 1, dtype=torch.long)})
+        try:
+            return _placed_as(model, masked, trials)
+        except Exception:
+            raise error from None
+
+
+def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
     token = token_of(model.config, media.kind)
     places = trials.places(_around(model, media, token, 1))
     if places % ROWS or (media.most is not None and places > ROWS * media.most):
         raise ValueError(f"{ROWS} items become {places} features")
-    batch = _around(model, media, token, places // ROWS)
-    try:
-        trials.check(batch)
-    except Exception:
-        if token is not None or not places:
-            raise
-        # Features that are added to the embeddings of all tokens, which are as many.
-        batch = {"input_ids": _ids(model, tokens=places // ROWS), **media.inputs}
-        trials.check(batch)
-    return batch
+    batches = [_around(model, media, token, places // ROWS)]
+    if token is None and places:  # features that are added to the embeddings of all tokens, which are as many
+        batches.append(_with_mask({"input_ids": _ids(model, tokens=places // ROWS), **media.inputs}))
+    problem: Exception | None = None
+    for batch in batches:
+        try:
+            trials.check(batch)
+            return batch
+        except Exception as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def _around(model: nn.Module, media: Media, token: int | None, places: int) -> dict[str, Tensor]:
     """Tokens around so many places of an item in every row."""
     names, words = inputs_of(model), _ids(model)
     marks = [name for name in MARKS if name in names]
-    if token is None and not (marks and places > 1):
-        return {"input_ids": words, **media.inputs}
+    if token is None and not (marks and places):
+        return _with_mask({"input_ids": words, **media.inputs})
     if token is not None:
         words = torch.where(words == token, words - 1, words)
     start = getattr(model.config, "vision_start_token_id", None) if media.kind == "image" else None
@@ -143,7 +159,12 @@ def _around(model: nn.Module, media: Media, token: int | None, places: int) -> d
     ids = torch.cat((first, stands, words[:, 2:]), 1)
     inside = torch.zeros_like(ids)
     inside[:, first.shape[1] : first.shape[1] + places] = 1
-    return {"input_ids": ids, **media.inputs, **dict.fromkeys(marks, inside)}
+    return _with_mask({"input_ids": ids, **media.inputs, **dict.fromkeys(marks, inside)})
+
+
+def _with_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with its attention mask as long as its tokens where it has one."""
+    return {**batch, MASK: torch.ones_like(batch["input_ids"])} if MASK in batch else batch
 
 
 def token_of(config: Any, kind: str) -> int | None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.examples import MARKS, TOKENS, token_of
-from octopipe.huggingface.media import PATCHES, ROWS
+from octopipe.huggingface.examples import MARKS, MASK, token_of
+from octopipe.huggingface.media import PATCHES, ROWS, TOKENS
 from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
 
 IGNORED = -100
@@ -42,6 +42,8 @@ class InputForm:
     one_each: bool = False
     """Whether every sequence has exactly one item: its features stand row by row, as the sequences do."""
     marks: tuple[str, ...] = ()
+    masked: bool = False
+    """Whether the model takes no batch without an attention mask."""
     source_tokens: int = 0
     """Tokens of an encoder's source text; 0: the encoder reads features."""
     decodes: bool = False
@@ -119,6 +121,8 @@ class InputForm:
             if self.places:
                 wanted[row, : max(count * self.places - 1, 0)] = IGNORED
         inputs = {"input_ids": ids, **{name: (ids == self.token).long() for name in self.marks}}
+        if self.masked:
+            inputs[MASK] = torch.ones_like(ids)
         return {**inputs, **self._values(items, seed, dtype)}, wanted
 
     def ignored(self, count: int) -> int:
@@ -153,6 +157,7 @@ def form_of(
     decodes = "decoder_input_ids" in given
     ids = given.pop("input_ids", None)
     given.pop("decoder_input_ids", None)
+    masked = given.pop(MASK, None) is not None
     by_item = {name: value for name, value in given.items() if value.shape[0] % ROWS == 0}
     features = {
         name: (value.shape[0] // ROWS, *value.shape[1:]) for name, value in by_item.items() if value.is_floating_point()
@@ -179,8 +184,9 @@ def form_of(
     before = getattr(config, "vision_start_token_id", None) if marked else None
     before = None if before is None or int(before) not in ids[0].tolist() else int(before)
     form = InputForm(
-        features=features, numbers=numbers, masks=masks, marks=marks, places=marked + (before is not None),
-        token=token or 0, before=before, vocab=vocab, num_tower_layers=num_tower_layers,
+        features=features, numbers=numbers, masks=masks, masked=masked, marks=marks,
+        places=marked + (before is not None), token=token or 0, before=before,
+        vocab=vocab, num_tower_layers=num_tower_layers,
         one_each=not marked or any(len(shape) > MOST_DIMS for shape in features.values()),
     )  # fmt: skip
     return _of_any_size(form, ANY_SIZE_TOKENS * _merged(form)) if GRID in numbers else form

@@ -135,11 +135,13 @@ class ShardedCausalLoss(MeanCrossEntropy):
         self._shifted = shifted
 
     def labels(self, target: Any) -> Tensor:
+        return self.next_tokens(target).reshape(-1)
+
+    def next_tokens(self, target: Any) -> Tensor:
+        """The label of every token's next one."""
         given = {("shift_labels" if self._shifted else "labels"): target} if isinstance(target, Tensor) else target
-        found = given.get("shift_labels")
-        if found is None:
-            found = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
-        return found.reshape(-1)
+        found: Tensor | None = given.get("shift_labels")
+        return found if found is not None else nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
 
     def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
         items = None if isinstance(target, Tensor) else target.get("num_items_in_batch")

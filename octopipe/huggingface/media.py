@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 ROWS = 5
 """A number of rows that no width of a model equals by chance; no layer returns a tuple of so many."""
+TOKENS = 7
+"""A number of tokens that no width of a model equals by chance."""
 VALUE = 0.5
 PIXELS = ("pixel_values", "image_pixel_values", "pixel_values_images", "image_patches")
 RECORDINGS = ("input_features", "audio_input_features", "input_values")
@@ -79,8 +81,7 @@ def media_of(model: nn.Module) -> Iterator[Media]:
             ids = torch.arange(5, 5 + 8).repeat(ROWS, 1)
             mask = name.replace("input_ids", "attention_mask")
             yield Media(kind="text", inputs={name: ids, **({mask: torch.ones_like(ids)} if mask in names else {})})
-    sound = next((name for name in RECORDINGS if name in names), None)
-    if sound is not None:
+    for sound in (name for name in RECORDINGS if name in names):
         yield from _recordings(sound, names, config, dtype)
 
 
@@ -118,16 +119,18 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
     patch = number(part, ("patch_size",)) or 1
     deep = number(part, ("temporal_patch_size", "patch_temporal")) or 1
     merges = dict.fromkeys(m for m in (number(part, MERGES), number(config, MERGES), 2, 1) if m)
-    if "image_grid_thw" in names:
+    grids = {"image_grid_thw": [1], "image_grid_hw": []}
+    for name, time in ((name, time) for name, time in grids.items() if name in names):
         for merge in merges:
             side = 2 * merge
             rows = ROWS * side * side
-            more = {"image_grid_thw": torch.tensor([[1, side, side]] * ROWS)}
+            more = {name: torch.tensor([[*time, side, side]] * ROWS)}
             if "image_merge_sizes" in names:
                 more["image_merge_sizes"] = torch.tensor([merge] * ROWS)
             yield (rows, channels * deep * patch * patch), more
             yield (rows, channels, patch, patch), more
             yield (1, rows, channels, patch, patch), more
+            yield (rows // merge**2, merge * patch, merge * patch, channels), more
         return
     for merge in merges:
         side = 2 * merge
@@ -185,6 +188,8 @@ def _mask_shapes(shape: tuple[int, ...], part: Any) -> Iterator[tuple[int, ...]]
         yield (*shape[:-3], *shape[-2:])
     if len(shape) in (3, 5):
         yield shape[:2]
+    if len(shape) == 5:
+        yield ROWS, TOKENS, shape[1]  # which tokens see which images
     patch = number(part, ("patch_size",)) or 1
     if len(shape) == 5 and not shape[-1] % patch:
         yield (*shape[:2], shape[-1] // patch, shape[-1] // patch)

@@ -115,7 +115,8 @@ def _projection(shell: nn.Module) -> str:
     """The name of the projection to the vocabulary: what the model says, or else its last matrix with so many rows."""
     said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
     vocab = text_config(shell).vocab_size
-    found = [name for name, module in shell.named_modules() if module is said]
+    # An embedding that a model names here is used as a matrix, beside its own forward.
+    found = [name for name, module in shell.named_modules() if module is said and not isinstance(module, nn.Embedding)]
     linear = [
         name for name, module in shell.named_modules() if type(module) is nn.Linear and module.out_features == vocab
     ]

@@ -7,7 +7,7 @@ pieces of a model on `meta` are filled. Does not know: which parameters a piece 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class PartialShell(NamedTuple):
 
 def partial_shell(
     model: nn.Module,
-    paths: str | tuple[str, ...],
+    paths: str | Sequence[str],
     *,
     mine: Collection[str],
     names: Mapping[int, list[str]],

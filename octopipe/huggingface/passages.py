@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.routers import Routers
 from octopipe.huggingface.sections import SENT, Aside, Sections, quiet, returned
-from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, zeros_like_all_of
+from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, stand_ins_on
 from octopipe.runtime.torch_private import pytree
 
 Travel = dict[str, Any]
@@ -93,9 +93,7 @@ class Passage(nn.Module):
         return {"inputs": given}
 
     def _stand_ins_on(self, device: torch.device) -> None:
-        for name, like in self._missing:
-            owner, _, attribute = name.rpartition(".")
-            object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+        stand_ins_on(self.model, self._missing, device)
         self._on = device
 
 

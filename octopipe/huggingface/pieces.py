@@ -26,6 +26,7 @@ from octopipe.huggingface.shell import (
     leaves_of,
     real_buffer,
     shell_of,
+    stand_ins_on,
     zeros_like_all_of,
 )
 from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
@@ -252,21 +253,26 @@ class Head(nn.Module):
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
         """A part of the vocabulary, with a copy of everything before the projection (`runtime/stages/shards.py`)."""
         out = self.model.get_output_embeddings()  # type: ignore[operator]
-        paths = [name for name, module in self.named_modules() if module is out]
-        if self._routers is not None or not paths or type(out) is not nn.Linear:
-            what = "trains its routers" if self._routers is not None else "has no plain projection to its vocabulary"
-            raise OctoPipeError(f"the head of {type(self.model).__name__} cannot be cut: the model {what}")
-        cut: dict[str, int] = {}
-        shard: nn.Module = self
-        for name in ("weight", "bias") if out.bias is not None else ("weight",):
-            path = f"{paths[0]}.{name}"
-            names = names_of(shard, path)
-            shard, start, rows = with_rows(shard, path, number, count)
-            cut |= dict.fromkeys(names, rows)
-        return marked(shard, start, cut)
+        if self._routers is not None:
+            raise OctoPipeError(f"the head of {type(self.model).__name__} cannot be cut: the model trains its routers")
+        return linear_shard(self, out, number, count)
 
     def _stand_ins_on(self, device: torch.device) -> None:
-        for name, like in self._missing:
-            owner, _, attribute = name.rpartition(".")
-            object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+        stand_ins_on(self.model, self._missing, device)
         self._on = device
+
+
+def linear_shard(piece: nn.Module, out: nn.Module, number: int, count: int) -> nn.Module:
+    """A piece with some rows of its projection to the vocabulary, and a copy of everything else."""
+    paths = [name for name, module in piece.named_modules() if module is out]
+    if not paths or type(out) is not nn.Linear:
+        name = type(piece.model).__name__
+        raise OctoPipeError(f"the head of {name} cannot be cut: the model has no plain projection to its vocabulary")
+    cut: dict[str, int] = {}
+    shard = piece
+    for name in ("weight", "bias") if out.bias is not None else ("weight",):
+        path = f"{paths[0]}.{name}"
+        names = names_of(shard, path)
+        shard, start, rows = with_rows(shard, path, number, count)
+        cut |= dict.fromkeys(names, rows)
+    return marked(shard, start, cut)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy
-from octopipe.huggingface.labels import IGNORED, CausalLoss
-from octopipe.huggingface.pieces import Embed, behind_layers, inputs_of
+from octopipe.huggingface.labels import IGNORED, CausalLoss, ShardedCausalLoss
+from octopipe.huggingface.pieces import Embed, behind_layers, inputs_of, linear_shard
 from octopipe.huggingface.shell import LayerAnswers, Unpacked, initialise, zeros_like_all_of
 
 PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -135,6 +135,13 @@ class PredictionHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator, no-any-return]
 
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        """A part of the vocabulary (`runtime/stages/shards.py`)."""
+        config: Any = self.model.predictions.config  # type: ignore[union-attr]
+        if getattr(config, "unpadded_vocab_size", None) is not None:
+            raise OctoPipeError("the heads of its predictions leave a part of the vocabulary out, and cannot be cut")
+        return linear_shard(self, self.model.predictions.shared_head, number, count)  # type: ignore[union-attr, arg-type]
+
 
 class PredictionLoss:
     """The loss of prediction layer `number`, counted from 0, times its part of the weight.
@@ -149,6 +156,10 @@ class PredictionLoss:
     def __init__(self, number: int, part: float, *, shifted: bool):
         self.number, self.part, self.shifted = number, part, shifted
 
+    def of_shards(self) -> ShardedPredictionLoss:
+        """The same made of the shards of a cut head."""
+        return ShardedPredictionLoss(self.number, self.part, shifted=self.shifted)
+
     def __call__(self, logits: Tensor, target: Any) -> Tensor:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -157,10 +168,30 @@ class PredictionLoss:
         labels = given.get("shift_labels")
         if labels is None:
             labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
-        ahead = self.number + 1
-        wanted = nn.functional.pad(labels, (0, ahead), value=IGNORED)[..., ahead:].contiguous()
+        wanted = ahead_of(labels, self.number + 1)
         counted: Any = {"num_items_in_batch": given.get("num_items_in_batch"), "shift_labels": wanted}
         return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)  # type: ignore[no-any-return]
+
+
+class ShardedPredictionLoss(ShardedCausalLoss):
+    """`PredictionLoss`, made of the losses of single tokens."""
+
+    in_training_alone = True
+
+    def __init__(self, number: int, part: float, *, shifted: bool):
+        super().__init__(shifted=shifted)
+        self._ahead, self._part = number + 1, part
+
+    def labels(self, target: Any) -> Tensor:
+        return ahead_of(super().next_tokens(target), self._ahead).reshape(-1)
+
+    def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
+        return self._part * super().of_tokens(token_losses, target)
+
+
+def ahead_of(labels: Tensor, count: int) -> Tensor:
+    """Labels that many tokens further on; there are none where a sequence ends."""
+    return nn.functional.pad(labels, (0, count), value=IGNORED)[..., count:].contiguous()
 
 
 def losses_of(model: WithPredictions, own: CausalLoss, ends: tuple[int, ...], *, shifted: bool) -> dict[int, Any]:

@@ -161,6 +161,17 @@ def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
             object.__setattr__(module, "parameters", _OneParameter(like))
 
 
+def stand_ins_on(shell: nn.Module, missing: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
+    """Give a shell zeros on a device in place of the parameters that it lacks, and let its models say this device."""
+    for name, like in missing:
+        owner, _, attribute = name.rpartition(".")
+        object.__setattr__(shell.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+    for module in shell.modules():
+        said = vars(module).get("parameters")
+        if isinstance(said, _OneParameter):
+            said.like = zeros_like_all_of(said.like, device)
+
+
 def outside(model: nn.Module, paths: str | Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers that belong to no layer, tied ones under each of their names."""
     layers = tuple(f"{path}." for path in ((paths,) if isinstance(paths, str) else paths))

@@ -10,6 +10,7 @@ fails right behind the list, and the next one is tried.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from octopipe.runtime.torch_private import WithoutFunctionModes
 
 FEATURES = ("get_image_features", "get_audio_features", "get_video_features")
 MASK = "get_placeholder_mask"
+MISMATCH = re.compile(r"tokens: \d+, features:? (\d+)")
+"""What models of transformers say where features do not fit into the tokens that stand for them."""
 
 
 class Trials:
@@ -57,7 +60,7 @@ class Trials:
             self._run(inputs)
         finally:
             self._counting = False
-        return next((self._told[kind] for kind in ("mask", "put", "features") if kind in self._told), 0)
+        return next((self._told[kind] for kind in ("mask", "said", "put", "features") if kind in self._told), 0)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise what the model's forward raises on the batch."""
@@ -76,6 +79,7 @@ class Trials:
             except Stop:
                 return
             except Exception as error:  # a wrong guess of what layers return, or a batch that the model does not take
+                self._hear(str(error))
                 if self._told:
                     return
                 # The guess that came furthest says most; a wrong guess of what is a tuple fails oddly.
@@ -88,6 +92,12 @@ class Trials:
                     self._returns = start
                     assert problem is not None
                     raise problem from None
+
+    def _hear(self, error: str) -> None:
+        """Some models compare the numbers of tokens and features before any call that is heard, and say both."""
+        said = MISMATCH.search(error)
+        if said is not None and self._counting:
+            self._told["said"] = int(said[1])
 
     def _guess_again(self, tried: set[tuple[int, ...]]) -> bool:
         """Another guess of what the layers that were called last return."""

@@ -27,8 +27,6 @@ def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
         return plan
     if plan.num_layers != graph.num_layers:
         raise OctoPipeError(f"the plan has {plan.num_layers} layers, the graph {graph.num_layers}; use the plan's own")
-    if plan.pairs:
-        raise OctoPipeError("the plan has pairs of ops, and the layers fork; the executor supports only one of the two")
     stages: list[Stage] = []
     parts: list[list[int]] = []
     again = {(op.stage, op.micro_batch) for order in plan.orders for op in order if op.kind == "R"}
@@ -40,12 +38,20 @@ def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
             stage = replace(stage, recompute=False)  # its backward directly follows its forward
         stages += [_part(stage, first, stop) for first, stop in itertools.pairwise(ends)]
     routes = tuple(tuple(part for s in route for part in parts[s]) for route in plan.routes)
+    orders, pairs = [], set[tuple[Op, Op]]()
+    for rank in range(plan.num_ranks):
+        order: list[Op] = []
+        for slot in plan.slots(rank):
+            made = [_ops(op, parts[op.stage], stages, again) for op in slot]
+            if len(made) == 2:
+                made = [_beside(made[0], made[1], stages, pairs)]
+            order += made[0]
+        orders.append(tuple(order))
     return replace(
         plan,
         stages=tuple(stages),
-        orders=tuple(
-            tuple(made for op in order for made in _ops(op, parts[op.stage], stages, again)) for order in plan.orders
-        ),
+        orders=tuple(orders),
+        pairs=frozenset(pairs),
         routes=routes,
         edges=tuple(_edges(route, stages, graph) for route in routes),
     ).check()
@@ -70,6 +76,18 @@ def _ops(op: Op, parts: list[int], stages: list[Stage], again: set[tuple[int, in
     if op.kind in "IB" and len(parts) > 1 and (op.stage, op.micro_batch) not in again:
         return [*(Op(s, "R", op.micro_batch) for s in redone), *made]
     return made
+
+
+def _beside(first: list[Op], second: list[Op], stages: list[Stage], pairs: set[tuple[Op, Op]]) -> list[Op]:
+    """The ops of a pair whose stages were divided: the largest part of one beside the largest of the other, and what
+    goes before or comes after each of them alone. The pair is added to `pairs`."""
+    at = [
+        max(range(len(ops)), key=lambda k: (ops[k].kind != "R", stages[ops[k].stage].num_layers))
+        for ops in (first, second)
+    ]
+    pair = first[at[0]], second[at[1]]
+    pairs.add(pair)
+    return [*first[: at[0]], *second[: at[1]], *pair, *first[at[0] + 1 :], *second[at[1] + 1 :]]
 
 
 def _edges(route: tuple[int, ...], stages: list[Stage], graph: LayerGraph) -> tuple[Edge, ...]:

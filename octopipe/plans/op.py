@@ -50,7 +50,7 @@ class Stage:
 
     first: int
     stop: int
-    """Half-open: layers first .. stop-1. A stage without layers after the last layer is the loss of a split head."""
+    """Half-open: layers first .. stop-1. A stage without layers behind a head is the loss of its shards."""
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""

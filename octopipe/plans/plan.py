@@ -168,6 +168,13 @@ class Plan:
         return replace(self, extra={**self.extra, **extra})
 
     @property
+    def cut_heads(self) -> frozenset[int]:
+        """Layers whose shards are parts of a vocabulary: the last layer, and those whose shards meet in a stage without
+        layers, which has the loss."""
+        last = self.num_layers
+        return frozenset(s.stop - 1 for s in self.stages if s.first == s.stop or (s.shard and s.stop == last))
+
+    @property
     def forks(self) -> bool:
         """Whether some path is not a chain, or some layer is split into shards."""
         return bool(self.edges) or any(s.shard is not None for s in self.stages)

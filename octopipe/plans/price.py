@@ -162,13 +162,14 @@ PARTIAL_BYTES = 8.0
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches].
 
-    A shard of the last layer sends partial sums of the softmax instead of the layer's output.
+    A shard of a head sends partial sums of the softmax instead of the layer's output.
     """
+    heads = plan.cut_heads
     last = [np.array([s.stop - 1]) for s in plan.stages]
     before = [np.array([s.first - 1] if s.first > 0 else [], dtype=np.int64) for s in plan.stages]
     out = _per_micro_batch(plan, costs, costs.boundary_bytes, last)
     for s, stage in enumerate(plan.stages):
-        if stage.shard is not None and stage.stop == plan.num_layers:
+        if stage.shard is not None and stage.stop - 1 in heads:
             tokens = np.full(plan.num_layers, PARTIAL_BYTES * (costs.tokens_per_micro_batch or 0))
             out[s] = _per_micro_batch(plan, costs, tokens, [last[s]])[0]
     return out, _per_micro_batch(plan, costs, costs.boundary_bytes, before)
@@ -249,8 +250,11 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
             out[rank] -= costs.tied_bytes / parts
     if costs.graph is not None and costs.graph.shared:
         for rank in range(plan.num_ranks):
-            held = {k for s in plan.stages if s.rank == rank for k in range(s.first, s.stop)}
-            out[rank] -= costs.graph.weights_held_twice(held)
+            held: dict[tuple[int, int], set[int]] = {}
+            for s in plan.stages:
+                if s.rank == rank:  # the same parts of two layers are one tensor, as whole ones are
+                    held.setdefault(s.shard or (0, 1), set()).update(range(s.first, s.stop))
+            out[rank] -= sum(costs.graph.weights_held_twice(layers) / parts for (_, parts), layers in held.items())
     return out
 
 

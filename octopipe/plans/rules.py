@@ -41,8 +41,9 @@ def _structure_problems(plan: Plan) -> list[str]:
         out.append("there are no stages; give at least one")
     if len(plan.orders) != plan.num_ranks:
         out.append(f"orders has {len(plan.orders)} rows for {plan.num_ranks} ranks; give one row per rank")
+    behind = {plan.num_layers, *(s.stop for s in plan.stages if s.shard)}
     for i, s in enumerate(plan.stages):
-        is_loss = s.first == s.stop == plan.num_layers and s.shard is None and not s.recompute
+        is_loss = s.first == s.stop and s.stop in behind and s.shard is None and not s.recompute
         if not 0 <= s.first < s.stop <= plan.num_layers and not is_loss:
             out.append(f"stage {i} has layers [{s.first}, {s.stop}); they must lie inside [0, {plan.num_layers})")
         if not 0 <= s.rank < plan.num_ranks:
@@ -71,6 +72,7 @@ def _structure_problems(plan: Plan) -> list[str]:
     held = [(s.first, s.stop, s.shard) for s in plan.stages]
     for r, route in enumerate(plan.routes):
         out += path_problems(r, route, plan.edges[r], held) if plan.edges else _route_problems(plan, r, route)
+        out += [] if out else _loss_problems(plan, r, route)
         used.update(route)
     for i in range(len(plan.stages)):
         if i not in used:
@@ -97,6 +99,20 @@ def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str
         reached = plan.stages[s].stop
     if reached != plan.num_layers:
         return [f"route {number} ends at layer {reached} of {plan.num_layers}; add the missing layers"]
+    return []
+
+
+def _loss_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:
+    """A stage without layers takes the shards of the layer before it, all of them and nothing else."""
+    edges = plan.edges[number] if plan.edges else ()
+    for s in route:
+        layer = plan.stages[s].stop - 1
+        if plan.stages[s].first <= layer:
+            continue
+        into = {a for a, b in edges if b == s}
+        parts = {k for k in route if plan.stages[k].shard and plan.stages[k].first <= layer < plan.stages[k].stop}
+        if into != parts or any(a == s for a, _ in edges):
+            return [f"path {number}: stage {s} has no layers; let it end the path behind the shards of layer {layer}"]
     return []
 
 

@@ -44,6 +44,9 @@ PENDING = "pending ops: "
 class Executor:
     """Runs a `RankProgram`. Cells and slots are kept and reused across steps."""
 
+    pairs_of: type[PairedOps] = PairedOps
+    """What runs the pairs of a program."""
+
     def __init__(
         self,
         program: RankProgram,
@@ -89,7 +92,7 @@ class Executor:
         self.outside = Outside()
         self.begun = 0
         """Number of steps and evaluations started, completed or not."""
-        self.pairs = PairedOps(self)
+        self.pairs = self.pairs_of(self)
         self._seeds: dict[Any, Tensor] = {}
         self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.executor import Executor
+from octopipe.runtime.graph_pairs import GraphPairs
 from octopipe.runtime.graph_program import GraphCell, graph_program
+from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.slots import RECEIVE, SEND, Step, rank_program
 from octopipe.runtime.stages.chain import StageChain
@@ -37,14 +39,20 @@ from octopipe.simulation.lowering import Program
 class GraphExecutor(Executor):
     """Runs a `graph_program`."""
 
+    pairs_of: type[PairedOps] = GraphPairs
+
     def __init__(self, program: Any, layers: dict[int, nn.Module], loss_fn: Any, *args: Any, **options: Any):
         if options.get("cuda_graphs") is not None:
-            raise OctoPipeError("CUDA graphs do not support plans whose paths fork; leave cuda_graphs out")
-        self._cut: CutLoss | None = None
-        if program.plan.shards().get(program.plan.num_layers - 1):
-            self._cut = cut_loss(loss_fn)
-        elif isinstance(loss_fn, PathLosses):
+            raise OctoPipeError(
+                "CUDA graphs replay stages that take one input and serve one consumer, and the plan's paths fork or "
+                "join; leave cuda_graphs out"
+            )
+        if isinstance(loss_fn, PathLosses):
             loss_fn.check(program.plan)
+        self._cut: dict[int, CutLoss] = {
+            layer: cut_loss(loss_fn.of_layer(layer) if isinstance(loss_fn, PathLosses) else loss_fn)
+            for layer in program.plan.cut_heads
+        }
         self._picks: dict[int, Any] = {}
         super().__init__(program, layers, loss_fn, *args, **options)
 
@@ -56,7 +64,7 @@ class GraphExecutor(Executor):
 
     # -- what an op is given -------------------------------------------------------------------------------
 
-    def _inputs(self, cell: GraphCell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+    def inputs(self, cell: GraphCell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """What F consumes, and which of its leaves take a gradient (None: those that can)."""
         if cell.first:
             value, needs = self.own_input(cell, micro_batches)
@@ -120,31 +128,34 @@ class GraphExecutor(Executor):
         if giver.left == 0:
             giver.value = None
 
-    def _made(self, cell: GraphCell, out: Any) -> None:
-        """Keep the output of F until all its consumers have received it."""
+    def made(self, cell: GraphCell, out: Any, losses: dict[int, Tensor]) -> None:
+        """Add a loss to that of its micro-batch; keep another output of F until all its consumers have received it."""
+        if cell.last:
+            before = losses.get(cell.micro_batch)
+            losses[cell.micro_batch] = out if before is None else before + out
+            return
         cell.value, cell.left = out, len(cell.takers)
         several = cell.left > 1
         cell.versions = [t._version for t in _leaves(out) if isinstance(t, Tensor)] if several else []
 
-    def _then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
+    def then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
         """What follows a stage's layers inside its forward: the loss, or a shard's part of it."""
-        if self._cut is None and cell.last and isinstance(self.loss_fn, PathLosses):
-            function = self.loss_fn.of_layer(self.program.plan.stages[cell.stage].stop - 1)
-            return function if targets is None else Loss(function, targets[cell.micro_batch])
-        if self._cut is None:
-            return self.loss(targets, cell.micro_batch) if cell.last else None
         if not cell.is_shard and not cell.last:
             return None
-        if targets is None:
+        layer = self.program.plan.stages[cell.stage].stop - 1
+        cut = self._cut.get(layer)
+        if cut is not None and targets is None:
             raise OctoPipeError("a split head needs the target of every micro-batch: step(batch, target)")
-        target = targets[cell.micro_batch]
-        if cell.last:
-            return Loss(self._cut.of_tokens, target)
-        layer = self.program.plan.stages[cell.stage].first
-        module = self.chains[cell.stage].parts[-1][0].modules[layer - self.chains[cell.stage].parts[-1][0].first_layer]
-        return Loss(self._cut.partial(module), target)
+        if cut is not None and targets is not None:
+            part = self.chains[cell.stage].parts[-1][0]
+            made = cut.of_tokens if cell.last else cut.partial(part.modules[layer - part.first_layer])
+            return Loss(made, targets[cell.micro_batch])
+        if isinstance(self.loss_fn, PathLosses):
+            function = self.loss_fn.of_layer(layer)
+            return function if targets is None else Loss(function, targets[cell.micro_batch])
+        return self.loss(targets, cell.micro_batch)
 
-    def _gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
+    def gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
         """The gradient of a cell's output, summed over its consumers."""
         if cell.last:
             return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
@@ -159,7 +170,7 @@ class GraphExecutor(Executor):
                 port.sent = None
         return found[0] if len(found) == 1 else [_added(row) for row in zip(*found, strict=True)]
 
-    def _hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
+    def hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
         """Send the gradient of every input back along the edge on which the input arrived."""
         if cell.first:
             if gradients and micro_batches is not None:
@@ -189,7 +200,12 @@ class GraphExecutor(Executor):
         transport, ops, recorder = self.transport, self.ops, self.recorder
         started, ended, clock, mark = recorder.started, recorder.ended, time.perf_counter, recorder.mark
         for ins in self.program.steps:
+            if ins.is_second:
+                continue
             self.at = ins
+            if ins.beside is not None:
+                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
+                continue
             code, cell, k = ins.code, cast(GraphCell, ins.cell), ins.number
             if code in (SEND, RECEIVE):
                 transfer(ins, transport, self._output)
@@ -201,10 +217,10 @@ class GraphExecutor(Executor):
             if ins.moves is not None:
                 ops.move(ins.moves, self._device)
             if code == F:
-                value, needs = self._inputs(cell, micro_batches)
-                given = self._then(cell, targets)
+                value, needs = self.inputs(cell, micro_batches)
+                given = self.then(cell, targets)
             elif code not in (R, W):
-                given = self._gradients(cell, losses, scales)
+                given = self.gradients(cell, losses, scales)
             if ins.moves is not None:
                 ops.fetch(ins.moves.fetch_with_op, self._device)
             for sent in ins.release:
@@ -227,13 +243,10 @@ class GraphExecutor(Executor):
                 mark(k, 1)
             ended[k] = clock()
             del value, given
-            if code == F and not cell.last:
-                self._made(cell, out)
-            elif code == F:
-                before = losses.get(cell.micro_batch)
-                losses[cell.micro_batch] = out if before is None else before + out
+            if code == F:
+                self.made(cell, out, losses)
             elif code not in (R, W):
-                self._hand_back(cell, out, micro_batches)
+                self.hand_back(cell, out, micro_batches)
             del out
             if ins.layers_done and self.layers_done is not None:
                 self.layers_done(ins.layers_done)
@@ -256,7 +269,7 @@ class GraphExecutor(Executor):
         side: Sequence[Mapping[str, Any]] | None = None,
         loss: bool = True,
     ) -> dict[int, Any]:
-        if not loss and self._cut is not None:
+        if not loss and self._cut:
             raise OctoPipeError(
                 "the head is split, so no rank has complete logits; use a plan with an unsplit head for them"
             )
@@ -267,19 +280,17 @@ class GraphExecutor(Executor):
         side: Mapping[str, Any] | None, losses: dict[int, Any], *, with_loss: bool,
     ) -> None:  # fmt: skip
         cell = cast(GraphCell, ins.cell)
-        value, needs = self._inputs(cell, micro_batches)
-        then = self._then(cell, targets) if with_loss else (_same if cell.last else None)
+        value, needs = self.inputs(cell, micro_batches)
+        then = self.then(cell, targets) if with_loss else (_same if cell.last else None)
         seed = self.micro_batch_seeds[cell.micro_batch]
         with (self._autocast or nullcontext)():
             _, out, cell.needs = self.chains[cell.stage].forward(
                 value, needs, then, seed, again=False, keep=False, side=side
             )
-        if not cell.last:
-            self._made(cell, out)
-        elif with_loss and cell.micro_batch in losses:
-            losses[cell.micro_batch] = losses[cell.micro_batch] + out
-        else:
+        if cell.last and not with_loss:
             losses[cell.micro_batch] = out
+        else:
+            self.made(cell, out, losses)
 
     def _transfer_output(self, ins: Step, sent: list[Any]) -> None:
         slot, giver = ins.slot, cast(Any, ins.cell).giver

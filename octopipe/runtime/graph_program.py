@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from octopipe.base.errors import OctoPipeError
 from octopipe.plans.paths import edges_of
 from octopipe.plans.plan import CODES, Plan, R
 from octopipe.runtime.slots import (
@@ -52,7 +51,7 @@ class GraphCell(Cell):
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
     is_shard: bool = False
-    """Whether it is a shard of the last layer: its output are partial sums of the loss."""
+    """Whether it is a shard of a head: its output are partial sums of the loss."""
     left: int = 0
     """Number of consumers that have not received the output yet."""
     versions: list[int] = field(default_factory=list)
@@ -69,14 +68,16 @@ class GraphCell(Cell):
 def graph_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank of a plan whose paths fork or join."""
     plan = program.plan
-    if plan.pairs:
-        raise OctoPipeError("the plan has both pairs and paths that fork; the executor supports only one of the two")
     cells, ports = _cells(plan, rank)
     transfers: dict[tuple[int, bool], Slot] = {}
     steps: list[Step] = []
-    for kind, op, consumer, peer, number, _ in program.instructions(rank):
+    for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
             steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            if beside is not None:
+                second = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
+                steps[-1].beside = second
+                steps.append(second)
             continue
         assert consumer is not None
         sending, forward = kind == "send", op.kind == "F"
@@ -111,7 +112,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
 
 def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:
     """Cells by stage and micro-batch, ports by edge and micro-batch."""
-    again = plan.table().index[R]
+    again, heads = plan.table().index[R], plan.cut_heads
     cells: dict[tuple[int, int], GraphCell] = {}
     ports: dict[tuple[int, int, int], Port] = {}
     for m, number in enumerate(plan.route_of_micro_batch):
@@ -120,7 +121,7 @@ def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dic
             if plan.stages[s].rank == rank:
                 into = [a for a, b in path_edges if b == s]
                 shards = {(plan.stages[a].first, plan.stages[a].stop) for a in into if plan.stages[a].shard}
-                is_shard = plan.stages[s].shard is not None and plan.stages[s].stop == plan.num_layers
+                is_shard = plan.stages[s].shard is not None and plan.stages[s].stop - 1 in heads
                 cells[s, m] = GraphCell(
                     s,
                     m,

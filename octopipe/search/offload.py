@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.costs.table import CostTable
+from octopipe.plans.paths import Edge
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.result import Found, Step
 from octopipe.search.systems import build_plan
@@ -71,8 +72,8 @@ def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
 
 def finer(plan: Plan, layers: int) -> Plan:
     """The same work in the same order, with stages of at most so many layers: parts of a stage on its rank, one after
-    the other. Stages that recompute stay as they are, and so do plans with pairs or with paths that fork."""
-    if plan.pairs or plan.forks or all(s.num_layers <= layers for s in plan.stages):
+    the other. Stages that recompute stay as they are, and so do plans with pairs or with shards of layers."""
+    if plan.pairs or plan.shards() or all(s.num_layers <= layers for s in plan.stages):
         return plan
     parts: list[list[int]] = []
     stages: list[Stage] = []
@@ -92,7 +93,14 @@ def finer(plan: Plan, layers: int) -> Plan:
             for row in plan.orders
         ),
         routes=tuple(tuple(part for s in route for part in parts[s]) for route in plan.routes),
+        edges=tuple(_edges(route, edges, parts) for route, edges in zip(plan.routes, plan.edges)),
     )
+
+
+def _edges(route: Sequence[int], edges: Iterable[Edge], parts: Sequence[Sequence[int]]) -> tuple[Edge, ...]:
+    """The edges between the last part of a stage and the first of another one, and those between parts."""
+    between = [(parts[a][-1], parts[b][0]) for a, b in edges]
+    return (*between, *(pair for s in route for pair in itertools.pairwise(parts[s])))
 
 
 def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:

@@ -362,9 +362,11 @@ def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[t
     """Per rank: when the gradients of weights that layers of several ranks share are there, and what a sum takes."""
     out: dict[int, list[tuple[float, float]]] = {}
     for layers, held in () if costs.graph is None else costs.graph.shared:
-        mine = [s for s, stage in enumerate(plan.stages) if any(stage.first <= k < stage.stop for k in layers)]
+        # Of a cut head every rank holds other rows.
+        whole = [(s, stage) for s, stage in enumerate(plan.stages) if stage.shard is None]
+        mine = [s for s, stage in whole if any(stage.first <= k < stage.stop for k in layers)]
         ranks = sorted({plan.stages[s].rank for s in mine})
-        ready = float(max(done[s] for s in mine))
+        ready = float(max((done[s] for s in mine), default=0.0))
         part = [costs.gradient_bytes[k] / costs.static_bytes[k] for k in layers if costs.static_bytes[k] > 0]
         nbytes = float(held * min(part, default=0.0))
         for rank in ranks if len(ranks) > 1 else ():

@@ -25,6 +25,7 @@ from octopipe.huggingface import layers, micro_batches  # noqa: E402
 from octopipe.huggingface.predictions import prediction_layers, with_predictions  # noqa: E402
 from octopipe.huggingface.source import model_class  # noqa: E402
 from octopipe.huggingface.weights import first_names  # noqa: E402
+from octopipe.search.graphs.cut_branches import cut_plan  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
 
@@ -179,6 +180,58 @@ def test_predictions_on_ranks_have_the_gradients_of_one_process(size: int, tied:
             assert loss == pytest.approx(float(expected.detach()), rel=1e-6) and again == pytest.approx(loss, rel=1e-6)
             for name, grad in grads.items():
                 assert float((grad - theirs[first[name]]).abs().max()) <= 1e-12, name
+
+
+def exact_loss(parts: Any, pieces: list[Any], ids: Any, target: Any) -> Any:
+    """The same sum of losses in double precision: transformers' own is computed in single precision."""
+    out: dict[int, Any] = {}
+    total = torch.zeros((), dtype=torch.float64)
+    for k, piece in enumerate(pieces):
+        out[k] = piece(*(out[j] for j in parts.takes[k])) if k else piece({"input_ids": ids})
+    for number, head in enumerate(parts.loss_fn.losses):
+        logits, labels = out[head][:, : -1 - number].flatten(0, 1), ids[:, 1 + number :].flatten()
+        part = 1.0 if number == 0 else 0.3 / 2
+        entropy = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        total = total + part * entropy / target["num_items_in_batch"]
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_that_are_cut_on_ranks_have_the_gradients_of_one_process(size: int) -> None:
+    parts = tied_parts(False)
+    costs = graph_costs(parts)
+    assert costs.graph is not None
+    heads = costs.graph.ends
+    plans = {
+        f"{name} {count}": cut_plan(build_plan(name, costs, size, 4), costs, heads, count)
+        for name, count in (("zb-h1", size), ("1f1b", 2))
+    }
+    assert all(plan is not None and plan.cut_heads == set(heads) for plan in plans.values())
+    pieces = [make(parts, k) for k in range(len(parts))]
+    each = [exact_loss(parts, pieces, x["input_ids"], y) for x, y in zip(*two_rows(parts, 4), strict=True)]
+    mean = sum(each) / 4
+    mean.backward()
+    first, theirs = first_names(parts._cut.model), dict[str, Any]()
+    for k, piece in enumerate(pieces):
+        for name, grad in grads_of(piece.named_parameters()).items():
+            key = first[parts.name_in_model(k, name)]
+            theirs[key] = theirs[key] + grad if key in theirs else grad
+    found = shared_ranks(size).run(gradients_on_ranks, False, plans)
+    for name, plan in plans.items():
+        assert plan is not None
+        ranks, seen = plan.shards()[heads[0]], set()
+        for number, rank in enumerate(found):
+            loss, grads, again = rank[name]
+            assert loss == pytest.approx(float(mean.detach()), rel=1e-9) and again == pytest.approx(loss, rel=1e-9)
+            for key, grad in grads.items():
+                wanted = theirs[first[key]]
+                if grad.shape != wanted.shape:
+                    wanted = wanted.tensor_split(len(ranks))[ranks.index(number)]
+                # DeepSeek's router computes in single precision, whose rounding depends on the last digit of its input;
+                # tests/runtime/test_path_combinations.py has layers in double precision.
+                assert float((grad - wanted).abs().max()) <= 1e-6, key
+                seen.add(first[key])
+        assert seen == theirs.keys()
 
 
 def test_ranks_train_predictions_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

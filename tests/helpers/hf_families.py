@@ -144,7 +144,8 @@ def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
         elif key == "num_key_value_heads" and value is not None and value == known.get("num_attention_heads"):
             out[key] = SIZES["num_attention_heads"]
         elif (key in MORE or key in SIZES) and value is not None and not isinstance(value, dict):
-            out[key] = MORE.get(key, SIZES.get(key))
+            small = MORE.get(key, SIZES.get(key))
+            out[key] = value if isinstance(value, list | tuple) and not isinstance(small, list) else small
         elif isinstance(value, list) and before and len(value) == before:
             each = list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else value
             out[key] = (each * count)[:count]

@@ -17,11 +17,13 @@ from hf_twins import finite, grads_of, stir, worst
 from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface import layers, micro_batches
 from octopipe.huggingface.examples import example_of, takes_more_than_tokens
 from octopipe.huggingface.source import build_on_meta, model_class, refuse_other_models
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_WHOLE_MROPE = {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}}
 _QUERIES = {"encoder_hidden_size": 32}
 _CONFORMER = {"hidden_dim": 32, "input_dim": 16, "dim_head": 8, "context_size": 8, "max_pos_emb": 8}
 _TILES = [[16, 32], [32, 16], [32, 32]]
@@ -30,6 +32,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "glm46v": _WHOLE_MROPE,
+    "glm4v": _WHOLE_MROPE,
+    "glm4v_moe": _WHOLE_MROPE,
+    "glm_ocr": _WHOLE_MROPE,
+    "glmga": _WHOLE_MROPE,
+    "paddleocr_vl": _WHOLE_MROPE,
+    "qwen2_5_omni_thinker": _WHOLE_MROPE,
     "gemma4": {
         "vision_config": {
             "model_type": "gemma4_vision",
@@ -64,6 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "window_size": 4,
         "downsample_rate": 2,
     },
+    "hunyuan_vl": {"text_config": {"head_dim": 8, "rope_parameters": _MROPE}},
     "instructblip": {"image_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 500, "qformer_config": _QUERIES, "num_query_tokens": 4},
     "kimi_k25": {"projection_hidden_size": 32},
@@ -73,10 +87,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_next_video": {"image_grid_pinpoints": _TILES},
     "llava_onevision": {"image_grid_pinpoints": _TILES},
     "mllama": {"vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
     "phi4_multimodal": {"vision_config": {"crop_size": 16}},
     "pp_formulanet": {"vision_config": {"post_conv_out_channels": 64, "decoder_hidden_size": 32}},
+    "speech-encoder-decoder": {"encoder": {"apply_spec_augment": False}},
+    "speecht5": {"apply_spec_augment": False},
+    "step3p7": {"text_config": {"sliding_window": 4}},
     "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [32, 32], "image_size": 64}}},
     "vipllava": {"vision_feature_layers": [-2, -3, 1]},
     "voxtral": {"audio_token_id": 502, "audio_config": {"intermediate_size": 128}},
@@ -120,7 +138,9 @@ def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
     """The example with random floating values."""
     generator = torch.Generator().manual_seed(seed)
     out = {
-        name: torch.randn(value.shape, generator=generator, dtype=torch.float64) if value.is_floating_point() else value
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
+        if value.is_floating_point()
+        else value
         for name, value in example.items()
     }
     if "flattened_patches" in out:  # they begin with their row and their column
@@ -128,11 +148,11 @@ def drawn(example: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
     return out
 
 
-def twin_of(family: str, config: Any) -> Any:
-    """The model as transformers builds it, in double precision, away from zeros and ones."""
+def twin_of(family: str, config: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """The model as transformers builds it, away from zeros and ones."""
     torch.manual_seed(0)
     cls = model_class(config)
-    model = cls._from_config(copy.deepcopy(config), dtype=torch.float64, experts_implementation="eager")
+    model = cls._from_config(copy.deepcopy(config), dtype=dtype, experts_implementation="eager")
     for name, parameter in model.named_parameters():
         stir(name, parameter)
     return model.train()
@@ -144,18 +164,35 @@ def _example(model: Any) -> dict[str, Tensor]:
     return example_of(model) if takes_more_than_tokens(model) else {"input_ids": torch.arange(3, 38).view(5, 7)}
 
 
-def tower_difference(family: str, **changes: Any) -> tuple[float, Any]:
-    """The largest difference of logits, loss and gradients of the pieces one after another from the unsplit model, and
-    the pieces."""
-    warnings.filterwarnings("ignore")
-    config = tiny_tower(family, **changes)
-    model = twin_of(family, config)
-    example = drawn(_example(build_on_meta(copy.deepcopy(config), dtype=torch.float64, attention=None)))
+class UnsplitFails(Exception):
+    """The model that transformers builds fails by itself: there is nothing to compare with."""
+
+
+def _unsplit(family: str, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor], Tensor, Any]:
+    """The model with its gradients, an example with random values, labels, and what its forward gives."""
+    model = twin_of(family, config, dtype)
+    example = drawn(_example(build_on_meta(copy.deepcopy(config), dtype=dtype, attention=None)))
     ids = example.get("decoder_input_ids", example.get("input_ids"))
+    assert ids is not None
     labels = ids.roll(-1, 1).clone()
     labels[0, :2] = -100
     out = model(**example, labels=labels, use_cache=False)
     out.loss.backward()
+    if not all(torch.isfinite(g).all() for g in grads_of(model.named_parameters()).values()):
+        raise ValueError("its gradients are not finite")
+    return model, example, labels, out
+
+
+def tower_difference(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[float, Any]:
+    """The largest difference of logits, loss and gradients of the pieces one after another from the unsplit model, and
+    the pieces."""
+    warnings.filterwarnings("ignore")
+    try:
+        model, example, labels, out = _unsplit(family, tiny_tower(family, **changes), dtype)
+    except OctoPipeError:
+        raise
+    except Exception as error:
+        raise UnsplitFails(" ".join(str(error).split())) from error
     theirs = grads_of(model.named_parameters())
     model.zero_grad(set_to_none=True)
     parts = layers(model)

@@ -153,7 +153,7 @@ def test_a_graph_that_is_none_is_refused_in_one_line(value: object, why: str) ->
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("options", [{"cut_head": True}, {"target": "torch"}])
+@pytest.mark.parametrize("options", [{"target": "torch"}, {"target": "megatron"}])
 def test_what_cannot_be_combined_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(OctoPipeError, match="layers that fork"):
         tune(costs(), 2, 2, budget_s=1, **options)  # type: ignore[arg-type]

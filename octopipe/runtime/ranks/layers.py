@@ -72,7 +72,8 @@ class Layers:
         ties += _object_ties([*layers, *([] if loss is None else [loss])]) + _named_ties(self.modules)
         ties += _held_ties(layers, self.modules)
         # Layers of other ranks may be tied to ours; and a rank with another plan must be found out now.
-        said = world.gather((_digest(plan), ties, last in self.modules))
+        cut = [f"{k}.{name}" for k, module in self.modules.items() for name in getattr(module, "cut_parameters", ())]
+        said = world.gather((_digest(plan), ties, last in self.modules, cut))
         if any(digest != said[0][0] for digest, *_ in said):
             other = next(r for r, (digest, *_) in enumerate(said) if digest != said[0][0])
             raise OctoPipeError(f"rank {other} runs another plan than rank 0; give all ranks the same plan")
@@ -85,8 +86,8 @@ class Layers:
         """Whether the loss has parameters or buffers."""
         if self.has_loss:
             self.ranks_of[last] = self.ranks_of[last - 1]
-        self._canonical = _merge([t for _, theirs, _ in said for t in theirs], last + self.has_loss)
-        members = self._members()
+        self._canonical = _merge([t for _, theirs, *_ in said for t in theirs], last + self.has_loss)
+        members = self._members({name for *_, theirs in said for name in theirs})
         self._tie_here()
         self._places = self._registered()
         everything = (inner for module in self.modules.values() for inner in module.modules())
@@ -131,8 +132,9 @@ class Layers:
         layer, _, path = name.partition(".")
         return path in getattr(self.modules.get(int(layer)), "cut_parameters", ())
 
-    def _members(self) -> dict[str, set[str]]:
-        """The names of every tie, by its first name; raises if the plan splits only some of their layers."""
+    def _members(self, cut: set[str]) -> dict[str, set[str]]:
+        """The names of every tie, by its first name; raises if the plan splits only some of their layers. `cut`:
+        parameters that some rank has a part of; what else a split layer holds is whole on every rank."""
         members: dict[str, set[str]] = {}
         for name, key in self._canonical.items():
             members.setdefault(key, {key}).add(name)
@@ -142,7 +144,7 @@ class Layers:
                 frozenset((s.rank, s.shard) for s in self.plan.stages if s.first <= number < s.stop)
                 for number in numbers
             }
-            if len(held) > 1 and any(number in self.plan.shards() for number in numbers):
+            if len(held) > 1 and not cut.isdisjoint(names):
                 raise OctoPipeError(
                     f"{' and '.join(sorted(names))} are one parameter, but the plan cuts only one of them; cut both on "
                     "the same ranks, or none (octopipe tune --cut-head does, where it knows that they are tied)"

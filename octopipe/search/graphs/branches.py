@@ -43,10 +43,9 @@ POLISH_MOVES = 200
 Judged = tuple[Plan, Timeline]
 
 
-def check_graph(costs: CostTable, target: str, start: Plan | None, *, cut_head: bool, offload: bool) -> None:
+def check_graph(costs: CostTable, target: str, start: Plan | None) -> None:
     """Reject what searches along a graph of layers do not support."""
-    what = "--cut-head" if cut_head else "--offload" if offload else f"--for {target}" if target != "octopipe" else ""
-    why = "that runtime runs chains" if target != "octopipe" else "the two cannot be combined"
+    what, why = f"--for {target}" if target != "octopipe" else "", "that runtime runs chains"
     if not what and start is not None and start.forks:
         what, why = "--start", "the search begins with chains"
     if what:
@@ -58,7 +57,7 @@ def search_graph(
 ) -> Found:
     """The best plan along the graph of the costs. `counted`: moves are counted, so that time decides nothing."""
     began = time.monotonic()
-    chain, searched = costs.as_chain(), budget_s * (1.0 - BRANCH_SHARE)
+    chain, searched = costs.as_chain().replace(segments=costs.segments), budget_s * (1.0 - BRANCH_SHARE)
     for attempt in range(ATTEMPTS):
         found = search_chain(chain, searched if attempt == 0 else searched / ATTEMPTS)
         plans = [found.plan, *(plan for plan in found.finalists if plan is not found.plan)][:TRIED]
@@ -78,7 +77,7 @@ def search_graph(
     if not found.interrupted:
         until = began + budget_s
         best = min((_placed(one, costs) for one in fitting), key=lambda one: one[1].step_ms)
-        best = _polished(best, costs, seed=seed, until=None if counted else until)
+        best = polished(best, costs, seed=seed, until=None if counted else until)
     seconds = time.monotonic() - began
     step = Step(found.iterations, seconds, "schedule", "branches", before, best[1].step_ms, best[1].step_ms)
     return replace(found, plan=best[0], timeline=best[1], log=[*found.log, step], finalists=[best[0]])
@@ -104,7 +103,7 @@ def placed(plan: Plan, costs: CostTable, over: Callable[[], bool]) -> Plan:
 
 def _placed(best: Judged, costs: CostTable, over: Callable[[], bool] = lambda: False) -> Judged:
     """Every stage of a branch on the rank where it is best, one after the other, until nothing gets better."""
-    if best[0].replicas() or len(best[0].routes) > 1:
+    if best[0].replicas() or len(best[0].routes) > 1 or best[0].pairs:
         return best
     better = True
     while better:
@@ -165,10 +164,14 @@ def priced(plan: Plan, costs: CostTable) -> Priced:
     )  # fmt: skip
 
 
-def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None) -> Judged:
-    """The plan after moves of single ops; as given if it recomputes, or if nothing better fits."""
+def polished(best: Judged, costs: CostTable, *, seed: int, until: float | None) -> Judged:
+    """The plan after moves of single ops; as given if it recomputes or has pairs, or if nothing better fits. The B of a
+    loss, which has no weights, is moved as an I."""
     plan = best[0]
-    if any(op.kind not in "FIW" for order in plan.orders for op in order):
+    if plan.pairs:
+        return best
+    losses = {s for s, stage in enumerate(plan.stages) if stage.first == stage.stop}
+    if any(op.kind not in "FIW" and op.stage not in losses for order in plan.orders for op in order):
         return best
     p, size, count = priced(plan, costs), len(plan.stages), plan.num_micro_batches
     needed = np.zeros((2, size, count), np.int64)
@@ -179,7 +182,8 @@ def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None)
     lengths = np.array([len(order) for order in plan.orders], np.int64)
     seq = np.zeros((plan.num_ranks, int(lengths.max(initial=1))), np.int64)
     for r, order in enumerate(plan.orders):
-        seq[r, : len(order)] = [(KINDS.index(op.kind) * size + op.stage) * count + op.micro_batch for op in order]
+        kinds = [KINDS.index("I" if op.kind == "B" else op.kind) for op in order]
+        seq[r, : len(order)] = [(k * size + op.stage) * count + op.micro_batch for k, op in zip(kinds, order)]
     tidy, rng = seq.copy(), make_rng(seed, size)
     now = least = float(follow(p, seq, lengths, waits, math.inf))
     began, done = time.monotonic(), 0
@@ -193,7 +197,8 @@ def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None)
     orders = []
     for r in range(plan.num_ranks):
         codes = [divmod(code, count) for code in tidy[r, : lengths[r]].tolist()]
-        orders.append(tuple(Op(rest % size, KINDS[rest // size], m) for rest, m in codes))
+        ops = [Op(rest % size, KINDS[rest // size], m) for rest, m in codes]
+        orders.append(tuple(op._replace(kind="B") if op.stage in losses and op.kind == "I" else op for op in ops))
     better = replace(plan, orders=tuple(orders))
     if better.problems():
         return best
@@ -201,4 +206,4 @@ def _polished(best: Judged, costs: CostTable, *, seed: int, until: float | None)
     return (better, after) if after.fits and after.step_ms < best[1].step_ms else best
 
 
-__all__ = ["check_graph", "placed", "priced", "search_graph"]
+__all__ = ["check_graph", "placed", "polished", "priced", "search_graph"]

@@ -98,10 +98,7 @@ class Runtime:
         return ""
 
     def of_model(self, spec: ModelSpec) -> Runtime:
-        """The same runtime with the sizes that it runs this model with; where layers fork, without pairs of ops, which
-        the search for such plans does not make."""
-        if spec.takes:
-            return replace(self, overlaps=(), runs_pairs=False)
+        """The same runtime with the sizes that it runs this model with."""
         if not self.most_with_predictions or not any(isinstance(layer, Mtp) for layer in spec.layers):
             return self
         return replace(self, most={**self.most, **self.most_with_predictions})

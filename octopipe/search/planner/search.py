@@ -146,7 +146,7 @@ class _Run:
         self.runtime, self.seed, self.budget = runtime, seed, budget
         self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
-        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops and not spec.takes
+        pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
         self.pricer = Pricer(
             spec,
             base,

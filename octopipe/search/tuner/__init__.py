@@ -22,7 +22,7 @@ from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.search.exact import Solved, solve
 from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
-from octopipe.search.offload import offload_words, with_offload
+from octopipe.search.offload import SearchMore, offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed
 from octopipe.plans.plan import Plan
@@ -162,24 +162,34 @@ def _search_graph(
 ) -> tuple[Found, list[str]]:  # fmt: skip
     """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
     from octopipe.search.graphs.branches import check_graph, search_graph  # which uses parts of this package
+    from octopipe.search.graphs.cut_branches import search_cut
 
     costs, num_ranks, num_micro_batches = setting
-    check_graph(costs, asked.target, common["start"], cut_head=asked.cut_head, offload=asked.offload)
-    notes: list[str] = []
+    check_graph(costs, asked.target, common["start"])
+    notes, plain = list[str](), asked._replace(cut_head=False, offload=False)
+    how = {"seed": common["seed"], "counted": common["iterations"] is not None}
 
-    def search_chain(chain: CostTable, seconds: float) -> Found:
-        changed = common | {"budget_s": seconds}
-        found, _, more = _searched(
-            (chain, num_ranks, num_micro_batches), asked, changed, workers=workers, lower_bound_ms=lower_bound_ms
+    def search(prices: CostTable, seconds: float, *, bare: bool = False) -> Found:
+        """`bare`: plans that hold each layer once and recompute nothing, as those with parts of a head do."""
+        mine = plain._replace(copies=False) if bare else plain
+        changed = common | ({"recompute": False} if bare else {})
+
+        def search_chain(chain: CostTable, chain_s: float) -> Found:
+            sizes, timed = (chain, num_ranks, num_micro_batches), changed | {"budget_s": chain_s}
+            found, _, notes[:] = _searched(sizes, mine, timed, workers=workers, lower_bound_ms=lower_bound_ms)
+            return found
+
+        return search_graph(prices, num_ranks, budget_s=seconds, search_chain=search_chain, **how)
+
+    if asked.offload:
+        found, words = _with_host_memory(setting, common, search)
+        return found, [words]
+    if asked.cut_head:
+        found, whole_ms = search_cut(
+            costs, num_ranks, budget_s=common["budget_s"], search=search, search_bare=partial(search, bare=True), **how
         )
-        notes[:] = more
-        return found
-
-    found = search_graph(
-        costs, num_ranks, budget_s=common["budget_s"], seed=common["seed"], counted=common["iterations"] is not None,
-        search_chain=search_chain,
-    )  # fmt: skip
-    return found, notes
+        return found, [_cut_words(found.plan, found.timeline.step_ms, whole_ms)]
+    return search(costs, common["budget_s"]), notes
 
 
 def _bound_for(
@@ -257,7 +267,9 @@ def _searched(
         common |= {"workers": workers, "copies": asked.copies}
         jitter = SETTINGS.jitter if asked.robust else 0.0
         if asked.offload:
-            found, words = _with_host_memory(setting, common)
+            found, words = _with_host_memory(
+                setting, common, lambda prices, s: Search(prices, *setting[1:], **(common | {"budget_s": s})).run()
+            )
             return found, None, [words]
         found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
         if whole_ms is not None:
@@ -267,16 +279,14 @@ def _searched(
     return search(*setting, phases=asked.phases, **common).run(), None, notes
 
 
-def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any]) -> tuple[Found, str]:
+def _with_host_memory(
+    setting: tuple[CostTable, int, int], common: dict[str, Any], search: SearchMore
+) -> tuple[Found, str]:
     """The fastest plan found with or without host memory, and a note on the difference. Pairs of ops are not searched,
     because the executor supports pairs or offload but not both."""
     costs, num_ranks, num_micro_batches = setting
     costs = costs.replace(segments=None)
     budget_s = common["budget_s"]
-
-    def search(prices: CostTable, seconds: float) -> Found:
-        return Search(prices, num_ranks, num_micro_batches, **(common | {"budget_s": seconds})).run()
-
     unfit: OctoPipeError | None = None
     found: Found | None = None
     try:
@@ -386,7 +396,8 @@ def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
     ranks = plan.shards().get(plan.num_layers - 1, ())
     if not ranks:
         return f"no plan with a cut head was faster than the one with a whole head ({whole_ms:.2f} ms)"
-    what = "head and embedding are" if 0 in plan.shards() else "the head is"
+    heads = plan.cut_heads
+    what = "head and embedding are" if 0 in plan.shards() else "the head is" if len(heads) == 1 else "the heads are"
     return (
         f"{what} cut into {len(ranks)} shards on ranks {', '.join(map(str, sorted(ranks)))}: "
         f"{whole_ms / step_ms:.3f}x the speed of the best plan found with a whole head ({whole_ms:.2f} ms)"

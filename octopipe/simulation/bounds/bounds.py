@@ -99,13 +99,7 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
     if costs.graph is not None:
-        # Without the layers beside one path, a plan is a plan for that path's chain, and no slower.
-        work = _work(with_least_work(costs), num_ranks, num_micro_batches)
-        path = costs.graph.longest((costs.forward_ms + costs.input_ms).tolist())
-        if len(path) < num_ranks:
-            return (work,)
-        less = bounds(costs.only(path), num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)
-        return _ordered([*(bound for bound in less if bound.name != work.name), work])
+        return _along_graph(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)
     if offloads:  # what lies in host memory limits nothing
         nothing = np.zeros(costs.num_layers)
         costs = costs.replace(activation_bytes=nothing, stash_bytes=nothing)
@@ -122,6 +116,19 @@ def bounds(
             found.append(_single(costs, num_ranks, num_micro_batches, recompute, lane))
     best = [max(same, key=lambda b: b.ms) for same in zip(*found, strict=True)]
     return tuple(best) if copies else _ordered(best)
+
+
+def _along_graph(costs: CostTable, num_ranks: int, num_micro_batches: int, *plans: bool) -> tuple[Bound, ...]:
+    """Without the layers beside one path, a plan is a plan for that path's chain, and no slower. Where ops exchange
+    tokens, each lane alone is a model whose ops cannot overlap."""
+    assert costs.graph is not None
+    found: list[tuple[Bound, ...]] = []
+    for lane in lanes_of(costs):
+        work = _work(with_least_work(lane), num_ranks, num_micro_batches)
+        path = costs.graph.longest((lane.forward_ms + lane.input_ms).tolist())
+        less = bounds(lane.only(path), num_ranks, num_micro_batches, *plans) if len(path) >= num_ranks else ()
+        found.append(_ordered([*(bound for bound in less if bound.name != work.name), work]))
+    return max(found, key=lambda ordered: ordered[0].ms)
 
 
 def lanes_of(costs: CostTable) -> list[CostTable]:

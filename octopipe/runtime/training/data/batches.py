@@ -153,6 +153,8 @@ class StepLossOfShards:
             return value * target[1].to(value.dtype)
         labels, items = target["labels"], target["items"]
         if self._shifted:
+            if target.get("tokens_alone") and getattr(self._inner, "in_training_alone", False):
+                return token_losses.new_zeros(())  # an evaluation is about the next token
             return self._inner.of_tokens(token_losses, {"shift_labels": labels, "num_items_in_batch": items})
         value = self._inner.of_tokens(token_losses, labels)
         return value * ((labels != IGNORED).sum() / items).to(value.dtype)

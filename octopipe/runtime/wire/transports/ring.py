@@ -80,8 +80,8 @@ def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[],
             return
         time.sleep(pause)
         now = time.monotonic()
-        # A long wait leaves the core to others, and becomes longer by one per cent at most.
-        pause = max(min(pause + 1e-6, 1e-4), min((now - began) / 100, 1e-2))
+        # A long wait leaves the core to others, and becomes longer by a thousandth at most: others wait for this host.
+        pause = max(min(pause + 1e-6, 1e-4), min((now - began) / 1000, 1e-3))
         if now > look:
             look = now + LOOK_EVERY_S
             if lost():
