@@ -44,7 +44,6 @@ from two_executors import (
     rounds,
     step_theirs,
     theirs,
-    with_recompute,
 )
 
 from octopipe.costs.table import CostTable
@@ -55,6 +54,7 @@ from octopipe.runtime.ranks.launch import Seat, run_ranks
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.ranks.world import wire as wire_of
 from octopipe.runtime.stages import graph as stage_graph
+from octopipe.search.recompute import recomputing
 from octopipe.search.systems import build_plan
 
 TOKENS, VOCAB = 192, 20480
@@ -214,7 +214,7 @@ def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     out |= _backwards(layers, x[:TOKENS], 4 * args.rounds)
     layers = [Block() for _ in range(4 * size)]
     checkpointed: list[nn.Module] = [Block(again=True) for _ in range(4 * size)]
-    plan = with_recompute(build_plan("zb-1p", CostTable.uniform(num_layers=4 * size), size, count))
+    plan = recomputing(build_plan("zb-1p", CostTable.uniform(num_layers=4 * size), size, count), head=True)
     schedule, modules = theirs("ScheduleInterleavedZeroBubble", checkpointed, count, 1)
     with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
         times = rounds(

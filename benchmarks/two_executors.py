@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.runtime.pipeline import Pipeline
 
 WIDTH = 256
@@ -159,19 +158,3 @@ def our_step(pipe: Pipeline, x: Tensor, y: Tensor) -> Callable[[], None]:
         pipe.zero_grad()
 
     return act
-
-
-def with_recompute(plan: Plan) -> Plan:
-    """Every stage recomputes; R stands right before the backward."""
-    stages = tuple(Stage(first=s.first, stop=s.stop, rank=s.rank, recompute=True) for s in plan.stages)
-    orders = tuple(
-        tuple(o for op in order for o in ((Op(op.stage, "R", op.micro_batch), op) if op.kind in "IB" else (op,)))
-        for order in plan.orders
-    )
-    return Plan(
-        num_layers=plan.num_layers,
-        num_ranks=plan.num_ranks,
-        num_micro_batches=plan.num_micro_batches,
-        stages=stages,
-        orders=orders,
-    ).check()

@@ -22,6 +22,9 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
+# Objects are made by the million until all tests are collected, and all of them stay: see `pytest_collection_finish`.
+gc.disable()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
@@ -45,11 +48,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
-        close_shared()
+        # Files that ask for the same imports, which take long, share their ranks.
+        close_shared(keep=getattr(getattr(nextitem, "module", None), "IMPORTS", ()))
         gc.collect()
 
 

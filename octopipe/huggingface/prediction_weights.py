@@ -18,6 +18,10 @@ from octopipe.huggingface.predictions import WithPredictions
 from octopipe.huggingface.weights import Store, first_names
 
 MAIN, MORE = "main.", "predictions."
+ONE_LEVEL_UP = {
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm",
+}  # fmt: skip
+"""Names under `mtp.` of what surrounds the block of a single prediction layer (Qwen3-Next, Mellum)."""
 
 
 class PredictionStore:
@@ -70,6 +74,10 @@ def _as_stored(model: WithPredictions) -> Iterator[tuple[str, Tensor]]:
     layers: Any = model.predictions.layers
     for k, layer in enumerate(layers):
         for name, value in layer.state_dict().items():
+            part, _, rest = name.partition(".")
+            if under == (False, True) and len(layers) == 1 and part in ONE_LEVEL_UP:
+                yield f"mtp.{ONE_LEVEL_UP[part]}.{rest}", value
+                continue
             name = name.removeprefix("mtp_block.").replace("post_norm.", f"{norm}.")
             yield f"{path}.{first + k}.{name}", value
         if not any(under):  # DeepSeek-V3's folder has the main model's two tables once more beside each of them

@@ -14,6 +14,7 @@ returns a gradient to each.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -36,6 +37,16 @@ def neighbours(
     routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
+    before, after = _neighbours(
+        tuple(map(tuple, routes)), tuple(tuple((a, b) for a, b in row) for row in edges), num_stages
+    )
+    return before.copy(), after.copy()  # one plan's may be changed, also by a kernel, which asks for no permission
+
+
+@functools.lru_cache(maxsize=64)
+def _neighbours(
+    routes: tuple[tuple[int, ...], ...], edges: tuple[tuple[Edge, ...], ...], num_stages: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     lists: list[list[dict[int, list[int]]]] = [[], []]
     for number in range(len(routes)):
         before: dict[int, list[int]] = {}

@@ -228,6 +228,15 @@ class Plan:
         """Write the plan with its provenance; an interrupted write leaves the old file intact."""
         write_whole(path, plan_to_json(self))
 
+    def with_op_at(self, rank: int, here: int, there: int) -> Plan:
+        """The plan with one op of a rank's order taken out and put in again so that it stands at place `there`."""
+        order = list(self.orders[rank])
+        order.insert(there, order.pop(here))
+        moved = replace(self, orders=(*self.orders[:rank], tuple(order), *self.orders[rank + 1 :]))
+        if self._table is not None and not self.pairs:  # a walk through orders would otherwise encode each from scratch
+            object.__setattr__(moved, "_table", _with_row_moved(self._table, rank, here, there))
+        return moved
+
     # -- being right -----------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
@@ -254,6 +263,19 @@ def _encode(plan: Plan) -> OpTable:
     index = np.full((len(KINDS), len(plan.stages), plan.num_micro_batches), -1, np.int32)
     index[kind, stage, micro_batch] = np.arange(count, dtype=np.int32)
     return OpTable(stage, kind, micro_batch, rank, offsets, index, _leads(plan, index))
+
+
+def _with_row_moved(t: OpTable, rank: int, here: int, there: int) -> OpTable:
+    """The table with one op at another place of its rank's order."""
+    start = int(t.offsets[rank])
+    first, last = start + min(here, there), start + max(here, there)
+    among = np.roll(np.arange(first, last + 1), -1 if here < there else 1)
+    stage, kind, micro_batch, index = t.stage.copy(), t.kind.copy(), t.micro_batch.copy(), t.index.copy()
+    for column in (stage, kind, micro_batch):
+        column[first : last + 1] = column[among]
+    here_now = slice(first, last + 1)
+    index[kind[here_now], stage[here_now], micro_batch[here_now]] = np.arange(first, last + 1, dtype=np.int32)
+    return OpTable(stage, kind, micro_batch, t.rank, t.offsets, index, None)
 
 
 def _leads(plan: Plan, index: NDArray[np.int32]) -> NDArray[np.int32] | None:

@@ -210,7 +210,7 @@ def _order_problems(plan: Plan) -> list[str]:
         for number, column in np.argwhere(inside)[:MAX_PROBLEMS]:
             op, needed = plan.op(int(number)), plan.op(int(preds[number, column]))
             out.append(f"rank {t.rank[number]} pairs {op} with {needed}, which it needs; run one after the other")
-    out += _missing_recompute(plan)
+    out += missing_recompute(plan)
     if out:
         return out[:MAX_PROBLEMS]
     cycle = find_cycle(with_rank_order(t, preds))
@@ -232,7 +232,7 @@ def _slot_words(plan: Plan, number: int) -> str:
     return "+".join(str(plan.op(int(n))) for n in np.flatnonzero(t.lead == t.lead[number]))
 
 
-def _missing_recompute(plan: Plan) -> list[str]:
+def missing_recompute(plan: Plan) -> list[str]:
     """A stage that recomputes runs R between F and backward, unless the backward directly follows F."""
     t = plan.table()
     out = []

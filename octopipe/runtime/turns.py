@@ -244,8 +244,9 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
     pause = 0.0
     while not work.is_completed():
         time.sleep(pause)
-        pause = min(pause + 2e-6, 1e-3)
         now = time.monotonic()
+        # A long wait leaves the core to others, and becomes longer by one per cent at most.
+        pause = max(min(pause + 2e-6, 1e-3), min((now - began) / 100, 1e-2))
         if now - looked > LOOK_EVERY_S:
             looked = now
             why = patience.failed()

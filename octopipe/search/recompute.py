@@ -16,15 +16,16 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 
-def recomputing(plan: Plan, layers: Mapping[int, int] | None = None) -> Plan:
+def recomputing(plan: Plan, layers: Mapping[int, int] | None = None, *, head: bool = False) -> Plan:
     """The plan with the first `layers[rank]` layers of every rank recomputed (all of them where none are given), R
-    right before the backward. The head is never recomputed: its backward follows its forward at once."""
+    right before the backward. The head is recomputed only if `head` asks for it: its backward follows its forward at
+    once, so that nothing is gained."""
     stages = list(plan.stages)
     for rank in range(plan.num_ranks):
         left = plan.num_layers if layers is None else layers.get(rank, 0)
         for s in plan.stages_of_rank(rank):
             stage = stages[s]
-            stop = min(stage.stop, plan.num_layers - 1)
+            stop = min(stage.stop, plan.num_layers if head else plan.num_layers - 1)
             again = tuple(range(stage.first, max(stage.first, min(stop, stage.first + left))))
             left -= len(again)
             whole = len(again) == stage.num_layers

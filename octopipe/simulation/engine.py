@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.base.compile import njit
-from octopipe.plans.op import R
-from octopipe.simulation.timing import NEVER, begin_paths, note_run, pass_on, start_of
+from octopipe.plans.op import F, R, W
+from octopipe.simulation.timing import FOR_F, FOR_I, NEVER, begin_paths, note_run, pass_on, start_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -151,6 +151,25 @@ def evaluate(  # type: ignore[no-untyped-def]
     forward_ms[stage, m] is the transfer time of the stage's output to the next stage's rank, gradient_ms of
     its input gradient to the stage before. Equals lowering and simulating the plan, without building either.
     """
+    start, end = np.empty(stage.size), np.empty(stage.size)
+    sent = np.empty((2, stage_rank.size, route.size))
+    reached = np.empty((2, stage_rank.size, route.size))
+    return order_times(
+        offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms,
+        start, end, sent, reached,
+    )  # fmt: skip
+
+
+@njit
+def order_times(  # type: ignore[no-untyped-def]
+    offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms,
+    start, end, sent, reached,
+):  # fmt: skip
+    """The makespan as in `evaluate`, with the times of which it consists written into the last four arrays.
+
+    start[op] and end[op] are an op's times. sent[row, stage, m] and reached[row, stage, m] are those of the transfer
+    that brings the stage its input (row FOR_F) or its gradient (row FOR_I), and are left alone where there is none.
+    """
     ranks = offsets.size - 1
     arrived = np.empty((2, stage_rank.size, route.size))
     begin_paths(arrived, before, route)
@@ -175,8 +194,16 @@ def evaluate(  # type: ignore[no-untyped-def]
                 if at == np.inf:
                     break
                 now = at + duration[i]
+                start[i] = at
+                end[i] = now
                 note_run(arrived, k, s, m, again[s, m])
+                row = FOR_F if k == F else FOR_I
+                to = after[route[m], s] if k == F else -1 if k == R else before[route[m], s] if k != W else -1
+                if to >= 0 and stage_rank[to] != r:
+                    sent[row, to, m] = max(now, channel[r, stage_rank[to]])
                 pass_on(arrived, k, s, m, before, after, route, stage_rank, channel, now, forward_ms, gradient_ms)
+                if to >= 0 and stage_rank[to] != r:
+                    reached[row, to, m] = channel[r, stage_rank[to]]
                 i += 1
                 moved = True
             left -= i - head[r]

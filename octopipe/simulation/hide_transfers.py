@@ -18,13 +18,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.plans.price import prices_kept
-from octopipe.simulation.simulator import makespan_ms, simulate
+from octopipe.plans.rules import missing_recompute
+from octopipe.simulation.simulator import makespan_ms, ops_and_transfers, simulate, with_memory
 from octopipe.simulation.timeline import Timeline
 
 ROUNDING = 1e-9
@@ -57,6 +59,10 @@ def _walked(
 ) -> Plan:
     best, now = plan, _value(simulate(plan, costs))
     limit_ms = -now[1] * (1.0 + slack)
+    # Orders alone are timed in a tenth of the time of a whole timeline, and most moves are given up for their times.
+    quick = not (plan.edges or plan.offloads or costs.exchanges)
+    any_memory = all(np.isinf(costs.capacity_bytes(rank)) for rank in range(plan.num_ranks))
+    again = any(stage.recompute for stage in plan.stages)
     tried = 0
     while (end is None or time.monotonic() < end) and (moves is None or tried < moves):
         tried += 1
@@ -64,15 +70,19 @@ def _walked(
         if other is None:
             continue
         try:
-            # Most moves cost time; timing the orders alone tells sooner than a whole timeline.
-            if makespan_ms(other, costs) > limit_ms * (1.0 + ROUNDING):
+            if not quick and makespan_ms(other, costs) > limit_ms * (1.0 + ROUNDING):
                 continue
-            timeline = simulate(other, costs)
+            timeline = ops_and_transfers(other, costs) if quick else simulate(other, costs)
+            # Equal ones are taken too: the walk crosses plateaus.
+            if timeline is None or timeline.makespan_ms > limit_ms or (value := _value(timeline)) < now:
+                continue
+            if quick and again and missing_recompute(other):
+                continue
+            if quick and not any_memory:
+                timeline = with_memory(timeline, other, costs)
         except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
             continue
-        value = _value(timeline)
-        # Equal ones are taken too: the walk crosses plateaus.
-        if value >= now and timeline.makespan_ms <= limit_ms and timeline.fits:
+        if timeline.fits:
             best, now = other, value
     return best
 
@@ -84,12 +94,11 @@ def _value(timeline: Timeline) -> tuple[float, float]:
 def with_op_moved(plan: Plan, dice: random.Random, reach: Sequence[int] = REACH) -> Plan | None:
     """The plan with one op of one rank a few places earlier or later; None if there is no such place."""
     rank = dice.randrange(plan.num_ranks)
-    order = list(plan.orders[rank])
+    order = plan.orders[rank]
     if len(order) < 2:
         return None
     here = dice.randrange(len(order))
     there = here + dice.choice(reach) * dice.choice((-1, 1))
     if not 0 <= there < len(order):
         return None
-    order.insert(there, order.pop(here))
-    return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))
+    return plan.with_op_at(rank, here, there)

@@ -10,6 +10,8 @@ topological pass gives exact times.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +33,11 @@ from octopipe.plans.price import (
     workspace_bytes,
 )
 from octopipe.simulation import engine as _engine
-from octopipe.simulation.host_moves import memory_times
+from octopipe.simulation.host_moves import HostMoves, memory_times
 from octopipe.simulation.lanes import lane_spans
 from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together, prove_deadlock_free
 from octopipe.simulation.timeline import Extra, HostSpans, MemoryCurve, Spans, Timeline, Transfers
+from octopipe.simulation.timing import FOR_F
 
 Floats = NDArray[np.float64]
 
@@ -133,26 +136,72 @@ def makespan_ms(plan: Plan, costs: CostTable) -> float:
         program = lower(plan, costs, check=False)
         duration = program.node_ms(op_durations(plan, costs))
         return float(_engine.longest_path(topological_order(program.preds), program.preds, duration)[1].max())
+    result = float(_engine.evaluate(*_order_arrays(plan, costs)))
+    if result < 0:
+        plan.check()
+        raise OctoPipeError("the orders wait for each other; run check on the plan")
+    return result
+
+
+def _order_arrays(plan: Plan, costs: CostTable) -> tuple[Any, ...]:
+    """What the engine times the orders of a plan of chains by."""
     t = plan.table()
-    before, after = route_neighbours(plan)
-    forward, gradient = hop_times(plan, costs)
-    result = _engine.evaluate(
+    return (
         t.offsets,
         t.stage,
         t.kind,
         t.micro_batch,
         op_durations(plan, costs),
-        before,
-        after,
+        *route_neighbours(plan),
         np.asarray(plan.route_of_micro_batch, np.int32),
         np.array([s.rank for s in plan.stages], np.int32),
-        forward,
-        gradient,
+        *hop_times(plan, costs),
     )
-    if result < 0:
-        plan.check()
-        raise OctoPipeError("the orders wait for each other; run check on the plan")
-    return float(result)
+
+
+def ops_and_transfers(plan: Plan, costs: CostTable) -> Timeline | None:
+    """The spans and transfers of `simulate` under directed channels (transfers in another order) and nothing else, for
+    searches that time many orders; None where the orders cannot run.
+
+    The ops must be those of a valid plan of chains without pairs, offload and exchanges, in any order.
+    """
+    t = plan.table()
+    arrays = _order_arrays(plan, costs)
+    before, after, route, rank_of = arrays[5:9]
+    start, end = np.empty((2, t.stage.size))
+    sent, reached = np.full((2, 2, len(plan.stages), plan.num_micro_batches), np.nan)
+    if _engine.order_times(*arrays, start, end, sent, reached) < 0:
+        return None
+    row, stage, micro_batch = np.nonzero(~np.isnan(sent))
+    there = (route[micro_batch], stage)
+    forward = row == FOR_F
+    source = np.where(forward, before[there], after[there])
+    made_by = np.stack((t.index[F], np.maximum(t.index[I], t.index[B])))
+    out_bytes = boundary_bytes(plan, costs)[0]
+    transfers = Transfers(
+        made_by[row, source, micro_batch],
+        made_by[row, stage, micro_batch],
+        rank_of[source],
+        rank_of[stage],
+        sent[row, stage, micro_batch],
+        reached[row, stage, micro_batch],
+        out_bytes[np.where(forward, source, stage), micro_batch],
+    )
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start, end)
+    return Timeline(num_ranks=plan.num_ranks, spans=spans, transfers=transfers)
+
+
+def with_memory(timeline: Timeline, plan: Plan, costs: CostTable) -> Timeline:
+    """What `ops_and_transfers` found, with the memory that every rank uses."""
+    transfers = timeline.transfers
+    carried = np.full(plan.predecessor_table().shape, -1, np.int32)
+    column = np.where(timeline.spans.kind[transfers.consumer] == F, 0, 2)
+    carried[transfers.consumer, column] = np.arange(column.size, dtype=np.int32)
+    return replace(
+        timeline,
+        memory=_memory_curves(plan, costs, timeline.spans, transfers, carried, None),
+        capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
+    )
 
 
 def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: int = 1000, seed: int = 0) -> Floats:
@@ -174,18 +223,27 @@ def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: T
     A tensor between stages lives from its producer's end to its transfer's end on the sending rank, and from
     its transfer's start to its consumer's start on the other (a gradient: to its consumer's end).
     """
-    plan = program.plan
+    return _memory_curves(program.plan, costs, spans, transfers, program.transfer_of, program.moves)
+
+
+def _memory_curves(
+    plan: Plan,
+    costs: CostTable,
+    spans: Spans,
+    transfers: Transfers,
+    carried: NDArray[np.int32],
+    moves: HostMoves | None,
+) -> tuple[MemoryCurve, ...]:
     t = plan.table()
     at_start, at_end = _changes_of_ops(plan, costs)
     changes = _Changes()
     changes.add(t.rank, spans.start_ms, at_start)
     changes.add(t.rank, spans.end_ms, at_end)
-    if program.moves is not None:
-        moves = program.moves
+    if moves is not None:
         released, fetched = memory_times(moves, t.offsets, spans.start_ms, spans.end_ms)
         changes.add(t.rank[moves.forward], released, -moves.nbytes)
         changes.add(t.rank[moves.forward], fetched, moves.nbytes)
-    _add_tensors_between_stages(changes, program, costs, spans, transfers)
+    _add_tensors_between_stages(changes, plan, costs, spans, transfers, carried)
     return changes.curves(static_bytes(plan, costs))
 
 
@@ -240,10 +298,14 @@ def _changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
 
 
 def _add_tensors_between_stages(
-    changes: _Changes, program: Program, costs: CostTable, spans: Spans, transfers: Transfers
+    changes: _Changes,
+    plan: Plan,
+    costs: CostTable,
+    spans: Spans,
+    transfers: Transfers,
+    transfer_of: NDArray[np.int32],
 ) -> None:
     """Outputs and gradients that cross stages: on the rank that makes them, and on the one that takes them."""
-    plan = program.plan
     t = plan.table()
     add = changes.add
     out_bytes = boundary_bytes(plan, costs)[0]
@@ -257,7 +319,7 @@ def _add_tensors_between_stages(
         # A gradient is as large as the output that it is the gradient of, which its consumer made.
         maker = producer if forward else consumer
         size = out_bytes[t.stage[maker], t.micro_batch[maker]]
-        carried = program.transfer_of[consumer, column]
+        carried = transfer_of[consumer, column]
         local = carried < 0
         moved = carried[~local]
         if forward and plan.edges:
@@ -371,4 +433,4 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     return tuple(extras)
 
 
-__all__ = ["KINDS", "jitter_ms", "makespan_ms", "memory_curves", "simulate"]
+__all__ = ["KINDS", "jitter_ms", "makespan_ms", "memory_curves", "ops_and_transfers", "simulate", "with_memory"]

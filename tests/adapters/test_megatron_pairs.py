@@ -8,12 +8,13 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from ranks import PATIENCE_S
+from ranks import PATIENCE_S, Ranks, shared_ranks
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("megatron") is None:  # importing it takes seconds, and only its ranks need it
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 import torch.nn.functional as F  # noqa: E402
+from megatron_jobs import IMPORTS  # noqa: E402
 from mesh_checks import mesh_of  # noqa: E402
 from test_pairs import with_pairs  # noqa: E402
 from torch import nn  # noqa: E402
@@ -106,6 +107,12 @@ def paired_and_not(world, plan, dispatchers):
         turns._Pair.hand_over = before
         parallel_state.destroy_model_parallel()
     return found
+
+
+@pytest.fixture
+def four() -> Ranks:
+    """Ranks forked from one process that has imported Megatron-Core: each for itself would take seconds."""
+    return shared_ranks(4, IMPORTS)
 
 
 def test_megatrons_dispatchers_give_the_same_gradients_inside_pairs(four) -> None:

@@ -34,6 +34,8 @@ FLAGS = ["--steps", "1", "--seq", "12", "--no-measure", "--micro-batches", "2", 
 def whole_model(family: str) -> Any:
     config = tiny_config(family)
     config.num_mtp_layers = 1
+    if family == "qwen3_next":
+        config.mtp_layer_types = ["full_attention"]
     torch.manual_seed(3)
     return with_predictions(model_class(config)._from_config(config).train(), 0.3)
 
@@ -84,10 +86,18 @@ def test_a_folder_of_deepseek_fills_the_path(tmp_path: Path) -> None:
     assert_equal_to(whole, parts)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "inkling_text"])
-def test_what_is_written_is_read_again(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("glm4_moe", "model.layers.{}.eh_proj.weight"),
+        ("inkling_text", "model.mtp.layers.0.eh_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+    ],
+)
+def test_what_is_written_is_read_again(family: str, key: str, tmp_path: Path) -> None:
     whole = whole_model(family)
     save_with_predictions(whole, tmp_path)
+    assert key.format(whole.config.num_hidden_layers) in load_file(tmp_path / "model.safetensors")
     parts = layers(tmp_path, predictions=0.3)
     assert parts.fresh == ()
     assert_equal_to(whole, parts)

@@ -156,7 +156,12 @@ def refused(world, plan, what):
 
 
 @pytest.mark.parametrize(
-    ("size", "count"), [(2, draws(20)), pytest.param(3, draws(15), marks=pytest.mark.slow), (4, draws(15))]
+    ("size", "count"),
+    [
+        pytest.param(2, draws(20), marks=pytest.mark.slow),
+        pytest.param(3, draws(15), marks=pytest.mark.slow),
+        (4, draws(15, least=5)),
+    ],
 )
 def test_random_plans_equal_our_executor_and_one_process(size, count):
     kinds = ("plain", "moe", "tied", "frozen", "pair")

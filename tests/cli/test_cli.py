@@ -40,18 +40,9 @@ ZERO_BUBBLE_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("p", "m", "f", "b", "w", "c", "rate"), ZERO_BUBBLE_TABLE)
-def test_published_1f1b_bubble_rates(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    p: int,
-    m: int,
-    f: float,
-    b: float,
-    w: float,
-    c: float,
-    rate: float,
-) -> None:
+@pytest.mark.parametrize("row", some(ZERO_BUBBLE_TABLE, 3))
+def test_published_1f1b_bubble_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path, row: tuple[Any, ...]) -> None:
+    p, m, f, b, w, c, rate = row
     path = times_file(tmp_path, "T" * p, f, b, w)
     numbers = simulated(capsys, path, "--system", "1f1b", "--pp", str(p), "--micro-batches", str(m), "--p2p-ms", str(c))
     assert round(float(numbers["span_bubble_ratio"]), 4) == rate  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 
 WHOLE = os.environ.get("OCTOPIPE_TESTS") == "all"
 """Whether this is the slow tier: `make test-all` sets it."""
-QUICK_SHARE = 8
+QUICK_SHARE = 16
 
 
 def some(values: Iterable[Any], quick: Container[Any] | int = 1) -> list[Any]:
@@ -27,6 +27,6 @@ def some(values: Iterable[Any], quick: Container[Any] | int = 1) -> list[Any]:
     return out
 
 
-def draws(number: int, least: int = 6) -> int:
-    """`number` in the slow tier; an eighth of it in the quick one, but at least `least`."""
+def draws(number: int, least: int = 4) -> int:
+    """`number` in the slow tier; a sixteenth of it in the quick one, but at least `least`."""
     return number if WHOLE else min(number, max(least, number // QUICK_SHARE))

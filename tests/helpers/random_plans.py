@@ -6,6 +6,7 @@ Any order that a random walk over ready ops produces is valid, so `check` must a
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 
 from octopipe.plans.plan import Op, Plan, Stage
 
@@ -95,3 +96,24 @@ def _orders(
             if missing[follower] == 0:
                 ready.append(follower)
     return tuple(map(tuple, orders))
+
+
+def needed(
+    rng: random.Random, stages: Sequence[Stage], edges: Iterable[tuple[int, int]], micro_batches: int,
+    fused: Sequence[int] = (),
+) -> dict[Op, set[Op]]:  # fmt: skip
+    """What must be over before each op. The backward of every micro-batch in every stage is split or not at random;
+    `fused`: stages in which it never is."""
+    needs: dict[Op, set[Op]] = {}
+    for m in range(micro_batches):
+        kinds = {s: "B" if s in fused else rng.choice("IB") for s in range(len(stages))}
+        for s in range(len(stages)):
+            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges if b == s}
+            own = {Op(s, "F", m)}
+            if stages[s].recompute:
+                needs[Op(s, "R", m)] = own
+                own = own | {Op(s, "R", m)}
+            needs[Op(s, kinds[s], m)] = own | {Op(b, kinds[b], m) for a, b in edges if a == s}
+            if kinds[s] == "I":
+                needs[Op(s, "W", m)] = {Op(s, "I", m)}
+    return needs

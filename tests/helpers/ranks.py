@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -24,8 +25,9 @@ from typing import Any
 import numpy as np
 from known_warnings import filter_in_a_rank
 
-PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
-"""What ranks import, once for a whole test run: the first to start the server decides what it holds."""
+PRELOAD = ["octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest", "octopipe.runtime.training.warm"]
+"""What ranks import, once for a whole test run: the first to start the server decides what it holds. The last one
+freezes what is there by then."""
 
 PATIENCE_S = 300.0
 """How long a test waits for what comes at once on a quiet machine. No test may fail because the machine is busy, so
@@ -97,6 +99,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
 def _fork_ranks(imports: Sequence[str], starts: Sequence[tuple[Any, ...]]) -> None:
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()
     fork = mp.get_context("fork")
     ranks = [fork.Process(target=_forked, args=(rank, starts)) for rank in range(len(starts))]
     for rank in ranks:
@@ -226,20 +229,22 @@ class Ranks:
         self._said.cleanup()
 
 
-_SHARED: dict[int, Ranks] = {}
+_SHARED: dict[tuple[int, tuple[str, ...]], Ranks] = {}
 
 
-def shared_ranks(size: int) -> Ranks:
-    """One world per size for all tests of a file; a broken one is replaced."""
-    world = _SHARED.get(size)
+def shared_ranks(size: int, imports: tuple[str, ...] = ()) -> Ranks:
+    """One world per size, and per what it has imported, for all tests of a file; a broken one is replaced."""
+    world = _SHARED.get((size, imports))
     if world is None or world.broken:
         if world is not None:
             world.close()
-        _SHARED[size] = world = Ranks(size)
+        _SHARED[size, imports] = world = Ranks(size, imports=imports)
     return world
 
 
-def close_shared() -> None:
-    """End the shared worlds: every group that tests made keeps a thread in every rank, which wakes up all the time."""
-    while _SHARED:
-        _SHARED.popitem()[1].close()
+def close_shared(keep: tuple[str, ...] = ()) -> None:
+    """End the shared worlds, except those with the imports in `keep`: every group that tests made keeps a thread in
+    every rank, which wakes up all the time."""
+    for size, imports in list(_SHARED):
+        if not imports or imports != keep:
+            _SHARED.pop((size, imports)).close()

@@ -42,13 +42,14 @@ def room(module: str) -> str | None:
 
 def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All of a module but what only a type checker reads."""
-    for node in ast.iter_child_nodes(tree):
+    left = list(ast.iter_child_nodes(tree))
+    while left:
+        node = left.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            for other in node.orelse:
-                yield from (other, *_runtime_nodes(other))
+            left += node.orelse
             continue
         yield node
-        yield from _runtime_nodes(node)
+        left += ast.iter_child_nodes(node)
 
 
 @cache

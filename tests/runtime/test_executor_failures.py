@@ -179,7 +179,7 @@ def _seeded_rows(world, rows):
 # -- when something breaks ------------------------------------------------------------------------------
 
 
-HANG_TIMEOUT_S = 10.0
+HANG_TIMEOUT_S = 30.0
 """Waited out, and longer than a busy machine takes for a step of this size."""
 
 

@@ -34,7 +34,7 @@ from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 from octopipe.runtime.training.shelf import damage  # noqa: E402
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 30.0
 """Of runs whose fault nobody can tell from a slow rank; it is waited out. All others must be noticed long before
 `PATIENCE_S`, which is far below the 1800 s that torch would wait."""
 REAL_TRAIN_RANK = trainer.train_rank
@@ -178,10 +178,10 @@ def _lives(pid: int) -> bool:
         ("kill", "F", r"^rank 1 was killed by SIGKILL; rank 0 did not get the input gradient of 1\w+ "),
         ("kill", "saving", r"^rank 1 was killed by SIGKILL; rank 0: while step 4 was saved, a rank was lost"),
         slow("stop", "start", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT"),
-        ("stop", "F", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT.*within 15 s"),
+        ("stop", "F", r"^rank 1 is stopped \(SIGSTOP\).*SIGCONT.*within 30 s"),
         slow("stop", "saving", r"^rank 1 is stopped \(SIGSTOP\).*while step 4 was saved, not every rank answered"),
         slow("terminate", "start", r"^rank 1 was killed by SIGTERM"),
-        ("hang", "F", r"did not get the .* within 15 s; pending ops: .*rank 1: runs 1F1"),
+        ("hang", "F", r"did not get the .* within 30 s; pending ops: .*rank 1: runs 1F1"),
         ("raise", "F", r"^rank 1: ValueError: a bad layer .*in 1F1: forward of .* 1 in stage 1 on rank 1, layer 7 \("),
         slow("raise", "saving", r"^rank 1: ValueError: a bad layer"),
         slow(
@@ -203,7 +203,7 @@ def test_a_fault_is_told_with_rank_op_and_mend(
         assert "step-00000002 is valid: --resume continues from it" in str(caught.value)
 
 
-@pytest.mark.parametrize("when", ["F", "saving"])
+@pytest.mark.parametrize("when", some(["saving", "F"]))
 def test_a_rank_that_is_asked_to_end_makes_all_save_and_end(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,10 @@ def test_gradients_and_weights_share_buffers_in_few_pieces(monkeypatch: pytest.M
     assert len(pieces) == 2  # 80 and 120 bytes together, 400 bytes alone
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16-main-fp32", marks=needs_main_gradients)])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16-main-fp32", marks=needs_main_gradients)],
+)
 def test_losses_and_checkpoints_are_those_of_state_on_the_device(precision: str, tmp_path: Path) -> None:
     jobs = [
         job(precision=precision, checkpoint=str(tmp_path / name), save_every=2, offload_optimizer=share)

@@ -15,6 +15,7 @@ from twins import plain_gradients  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.search.recompute import recomputing  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 # -- dimensions that split the batch --------------------------------------------------------------------
@@ -147,7 +148,7 @@ def fully_sharded(world, plan, replicate):
     return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
-@pytest.mark.parametrize("replicate", [False, True])
+@pytest.mark.parametrize("replicate", some([True, False]))
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_fsdp_beside_the_pipeline_gives_the_gradients_of_one_process(name, replicate, four):
     for errors in four.run(fully_sharded, plan_for(name), replicate):
@@ -170,7 +171,7 @@ def hybrid_sharded(world, both):
         return worst_error_of(pipe, expected)
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", some([True, False]))
 def test_what_fsdp_does_not_average_over_the_pipeline_does(both, four):
     assert max(four.run(hybrid_sharded, both)) <= TOLERANCE
 
@@ -220,7 +221,7 @@ def tensor_parallel(world, plan, sequence):
     return worst, abs(loss - sum(losses) / len(losses)), abs(norm / norm_of(expected) - 1)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", some([True, False]))
 @pytest.mark.parametrize("name", some(["zb-h1", "1f1b"]))
 def test_tensor_parallel_layers_give_the_gradients_of_one_process(name, sequence, four):
     for errors in four.run(tensor_parallel, plan_for(name), sequence):
@@ -359,19 +360,9 @@ def outside(world, plan, kind):
 @pytest.mark.parametrize("kind", ["list", "tensor"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_module_outside_gets_the_gradient_of_the_batch_it_computed(kind, recompute, two):
-    from dataclasses import replace
-
     plan = plan_for("1f1b", num_layers=4)
     if recompute:
-        plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, 4)
-        stages = tuple(replace(s, recompute=True) for s in plan.stages)
-        from octopipe.plans.plan import Op
-
-        orders = tuple(
-            tuple(x for op in order for x in ((Op(op.stage, "R", op.micro_batch), op) if op.kind == "B" else (op,)))
-            for order in plan.orders
-        )
-        plan = replace(plan, stages=stages, orders=orders).check()
+        plan = recomputing(build_plan("1f1b", CostTable.uniform(num_layers=4), 2, 4), head=True).check()
     (error, _), (nothing, _) = two.run(outside, plan, kind)
     assert error <= TOLERANCE
     assert nothing == [None, None, None]

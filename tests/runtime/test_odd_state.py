@@ -153,7 +153,9 @@ NO_GRADIENT = pytest.mark.filterwarnings("ignore:rank 0. .* got no gradient in t
 @NO_GRADIENT
 @pytest.mark.parametrize("name", QUICK)
 def test_layers_with_state_train_as_in_plain_torch(name):
-    assert outcomes(World(None), [(name, title, plan) for title, plan in plans(1).items()]) == []
+    """Under two of the plans, in turn; the slow tier runs every kind of layer under all of them."""
+    jobs = [(name, title, plan) for title, plan in plans(1).items()]
+    assert outcomes(World(None), jobs[QUICK.index(name) % 2 :: 2]) == []
 
 
 @NO_GRADIENT

@@ -242,7 +242,7 @@ def test_recomputed_stages_take_part_in_pairs(four) -> None:
 
 # -- failures -------------------------------------------------------------------------------------------
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 def misbehaving(world, plan, behaviour, how):

@@ -18,6 +18,7 @@ from torch.distributed.nn.functional import all_to_all_single  # noqa: E402
 from octopipe.cli import main  # noqa: E402
 from octopipe.costs.profile_file import load_profile  # noqa: E402
 from octopipe.models import layers as spec  # noqa: E402
+from octopipe.runtime.measure import trial  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
 from octopipe.runtime.measure.routing import routing_heard  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
@@ -116,7 +117,11 @@ def test_a_profile_knows_over_how_many_ranks_experts_were_distributed(two: Ranks
         assert sum(routing.tokens[0]) == 12 and sorted(routing.tokens[0]) == [0, 0, 6, 6]
 
 
-def test_the_command_shows_the_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_routing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is said about memory here: the rank need not be a fresh process, which would import torch for seconds.
+    monkeypatch.setattr(trial, "STEADY_MEMORY", {})
     flags = ["profile", "gpt-oss-20b", "--scale", "0.02", "--layers", "4", "--seq", "16", "--repeats", "1"]
     path = str(tmp_path / "p.json")
     assert main([*flags, "-o", path]) == 0

@@ -29,7 +29,10 @@ def twins(folder: Path, **more: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16-main-fp32", marks=needs_main_gradients)])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16-main-fp32", marks=needs_main_gradients)],
+)
 def test_losses_and_checkpoints_are_those_of_whole_state(precision: str, tmp_path: Path) -> None:
     whole, shared = run_all(*twins(tmp_path, precision=precision))
     assert shared.losses == whole.losses

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import WHOLE
 from ranks import PATIENCE_S, free_port
 
 from octopipe.base.errors import OctoPipeError
@@ -147,7 +148,7 @@ def test_data_parallel_pipelines_train_as_one_with_their_batch() -> None:
 def test_a_run_resumes_under_another_plan_and_number_of_ranks(tmp_path: Path) -> None:
     runs = [
         job(spec=tiny(tied=tied), dtype="float64", steps=10, checkpoint=str(tmp_path / f"tied {tied}"))
-        for tied in (False, True)
+        for tied in ((False, True) if WHOLE else (False,))  # whose losses are the same to the last bit
     ]
     whole = run_all(*(replace(r, nproc=1, checkpoint=None) for r in runs))
     first = run_all(*(replace(r, nproc=2, steps=5) for r in runs))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import some
 from executor_models import WIDTH, Block
 from mesh_checks import TOLERANCE, mesh_of, plan_for, worst_error_of
 from ranks import PATIENCE_S
@@ -179,8 +180,11 @@ def experts_in_pairs(world, plan: Plan):
     return max(errors), handed[0]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("1f1b", 0), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 3), ("gpipe", 4)])
-def test_pairs_over_ep_give_the_gradients_of_one_process(name: str, seed: int, four) -> None:
+@pytest.mark.parametrize(
+    "case", some([("zb-v", 2), ("interleaved", 3), ("1f1b", 0), ("zb-h1", 1), ("gpipe", 4)], quick=2), ids=str
+)
+def test_pairs_over_ep_give_the_gradients_of_one_process(case: tuple[str, int], four) -> None:
+    name, seed = case
     plan = paired(plan_for(name, num_layers=6), seed)
     found = four.run(experts_in_pairs, plan)
     assert max(error for error, _ in found) <= TOLERANCE

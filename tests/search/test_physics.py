@@ -22,7 +22,7 @@ from octopipe.search.planner.estimate import estimate
 from octopipe.search.planner.splits import Split, splits
 
 MODELS = ("llama3-8b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3", "nemotron-h-8b", "gpt-oss-20b", "gemma-3-27b")
-CASES = draws(150)
+CASES = draws(150, least=18)
 RESOURCES = ("bf16_tflops", "fp8_tflops", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s")
 
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from effort import some
 
 pytest.importorskip("ortools")
 
@@ -57,9 +58,8 @@ LONG_WAITS = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "seed",
     [
-        0,
         1,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (4, 5, 6)),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 4, 5, 6)),
         *(pytest.param(s, marks=[LONG_WAITS, pytest.mark.slow]) for s in (2, 3)),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_default_method_is_within_two_percent_of_the_optimum(seed: int) -> N
 def test_plans_of_the_exact_method_run_and_fit() -> None:
     activation = np.full(4, GIB)
     costs = instance(5, 4, activation_bytes=activation, stash_bytes=0.5 * activation, rank_memory_bytes=(5 * GIB,))
-    result = tune(costs, 2, 4, method="exact", budget_s=10, workers=2)
+    result = tune(costs, 2, 4, method="exact", budget_s=60, workers=2, iterations=50)
     result.plan.check()
     assert simulate(result.plan, costs).fits
     assert result.lower_bound_ms <= result.step_ms
@@ -106,7 +106,7 @@ def test_without_ortools_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
         solve(instance(0, 2), 2, 2, budget_s=1)
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7, 10])
+@pytest.mark.parametrize("seed", some([1, 7, 10, 4], quick=3))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_under_a_memory_limit_the_optimum_is_that_of_brute_force(seed: int, recompute: bool) -> None:
     lot = np.random.default_rng(seed)

@@ -47,7 +47,7 @@ def limited(seed: int) -> tuple[CostTable, int, int]:
     return costs.replace(rank_memory_bytes=(need * float(lot.uniform(0.7, 1.6)),)), ranks, micro_batches
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(8), 1))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: bool) -> None:
     costs, ranks, micro_batches = limited(seed)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
+from effort import draws
+from random_plans import random_plan
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.systems import build_plan
-from octopipe.simulation.hide_transfers import hide_transfers
-from octopipe.simulation.simulator import makespan_ms, simulate
+from octopipe.simulation.hide_transfers import hide_transfers, with_op_moved
+from octopipe.simulation.simulator import makespan_ms, ops_and_transfers, simulate, with_memory
 
 F0, F1, I0, I1, W0, W1 = ((kind, m) for kind in "FIW" for m in (0, 1))
 
@@ -23,7 +27,7 @@ def test_only_the_overlap_changes_for_the_better(system: str) -> None:
         num_layers=16, forward_ms=2.0, activation_bytes=1e9, stash_bytes=5e8, p2p_ms=0.3
     ).with_memory_gib(20.0)
     plan = build_plan(system, costs, 4, 8, split_backward=True)
-    better = hide_transfers(plan, costs, moves=800)
+    better = hide_transfers(plan, costs, moves=400)
     before, after = simulate(plan, costs), simulate(better, costs)
     assert after.makespan_ms <= before.makespan_ms
     assert after.overlap.rate >= before.overlap.rate and after.fits
@@ -73,3 +77,53 @@ def test_prices_are_kept_only_while_a_walk_lasts() -> None:
     pairs[0, 1] = Link(latency_ms=5.0)
     assert makespan_ms(plan, costs) > before + 4.0
     assert makespan_ms(plan, costs) == pytest.approx(simulate(plan, costs).makespan_ms)
+
+
+def _random_case(seed: int) -> tuple[Plan, CostTable]:
+    """Irregular plans; times of whole numbers, where much happens at the same moment, and times of any kind."""
+    rng, draw = random.Random(seed), np.random.RandomState(seed)
+    layers, micro_batches = rng.randint(4, 10), rng.randint(2, 6)
+    plan = random_plan(rng, num_ranks=rng.randint(2, 4), num_layers=layers, num_micro_batches=micro_batches)
+    uniform = CostTable.uniform(
+        num_layers=layers, p2p_ms=rng.choice((0.0, 0.3, 2.0)), activation_bytes=1e9, stash_bytes=3e8
+    )
+    times = draw.randint(0, 4, (3, layers)).astype(float) if seed % 2 else draw.uniform(0.0, 3.0, (3, layers))
+    forward, input_ms, weight = times
+    return plan, uniform.replace(
+        forward_ms=forward, input_ms=input_ms, weight_ms=weight, boundary_bytes=draw.uniform(0.0, 1e8, layers)
+    ).with_memory_gib(10.0)
+
+
+@pytest.mark.parametrize("seed", range(draws(100)))
+def test_orders_timed_alone_have_the_times_transfers_and_memory_of_the_simulator(seed: int) -> None:
+    plan, costs = _random_case(seed)
+    whole = simulate(plan, costs)
+    found = ops_and_transfers(plan, costs)
+    assert found is not None
+    alone = with_memory(found, plan, costs)
+    assert alone.spans.start_ms.tolist() == whole.spans.start_ms.tolist()
+    assert alone.spans.end_ms.tolist() == whole.spans.end_ms.tolist()
+    rows = [sorted(zip(*(column.tolist() for column in t.transfers), strict=True)) for t in (alone, whole)]
+    assert rows[0] == rows[1]
+    assert alone.overlap.rate == whole.overlap.rate and alone.fits == whole.fits
+    for mine, theirs in zip(alone.memory, whole.memory, strict=True):
+        assert mine.times_ms.tolist() == theirs.times_ms.tolist() and mine.bytes.tolist() == theirs.bytes.tolist()
+
+
+@pytest.mark.parametrize("seed", range(draws(40)))
+def test_a_moved_op_is_where_a_plan_written_anew_has_it(seed: int) -> None:
+    plan, costs = _random_case(seed)
+    plan.table()
+    dice = random.Random(seed)
+    for _ in range(20):
+        moved = with_op_moved(plan, dice)
+        if moved is None:
+            continue
+        anew = dataclasses.replace(moved)
+        for mine, theirs in zip(moved.table(), anew.table(), strict=True):
+            assert mine is theirs is None or mine.tolist() == theirs.tolist()
+        runs = ops_and_transfers(moved, costs) is not None
+        # What timing does not see is activations that nobody recomputes.
+        assert runs or anew.problems()
+        if runs and not any(stage.recompute for stage in plan.stages):
+            assert not anew.problems()

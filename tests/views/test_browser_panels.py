@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser_cases import Seen, place, scaled, until
+from effort import some
 from plans import random_costs, random_plan
 from report_cases import costs_of
 
@@ -306,7 +307,7 @@ def test_memory_is_told_by_what_it_is(seen: Seen, tmp_path: Path, priced: CostTa
     assert "optimizer state" in strip and "weights" in strip
 
 
-@pytest.mark.parametrize("width", [800, 1440])
+@pytest.mark.parametrize("width", some([800, 1440]))
 def test_every_letter_can_be_read(browser: Any, tmp_path: Path, priced: CostTable, width: int) -> None:
     log = [{"t": 0.5 * i, "phase": "schedule", "best_ms": 123456.789 - 0.013 * i} for i in range(10)]
     entry = _entry(priced, recompute=(1,), search=log, lower_bound_ms=123456.6)

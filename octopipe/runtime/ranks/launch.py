@@ -90,7 +90,7 @@ def warm_up(*also: str) -> Any:
     allow_descriptors(LEAST_DESCRIPTORS)
     _quiet_tracker()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["octopipe.runtime.training.warm", *also])
+    context.set_forkserver_preload([*also, "octopipe.runtime.training.warm"])  # last: it freezes what is there
     forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)

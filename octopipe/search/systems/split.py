@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from octopipe.base.compile import njit
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import B, F, I, Op, Plan, R, W
-from octopipe.plans.price import boundary_bytes, hop_times, stage_memory, stage_times
+from octopipe.plans.price import boundary_bytes, hop_times, prices_kept, stage_memory, stage_times
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.simulation.timing import handed_over
@@ -57,6 +57,11 @@ def split_backward(plan: Plan, costs: CostTable) -> Plan:
     """
     if plan.pairs or not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
+    with prices_kept():  # only orders differ between the candidates
+        return _split(plan, costs)
+
+
+def _split(plan: Plan, costs: CostTable) -> Plan:
     fused = simulate(plan, costs, check=False)
     target = fused.peak_bytes
     if not plan.extra.get("balances_memory"):  # such a plan has lent the emptier ranks' room already (BPipe)
@@ -229,14 +234,12 @@ def _orders(plan: Plan, filled: NDArray[np.int32]) -> list[list[Op]]:
     weights = np.bincount(t.rank[t.kind == B], minlength=plan.num_ranks)
     sizes = np.diff(t.offsets) + weights
     stops = np.cumsum(sizes)
+    ops = [op for order in plan.orders for op in order]
+    first = [Op(op.stage, "I", op.micro_batch) if op.kind == "B" else op for op in ops]
     orders = []
     for r in range(plan.num_ranks):
-        order = []
-        for number in filled[stops[r] - sizes[r] : stops[r]].tolist():
-            op = plan.op(number if number >= 0 else -1 - number)
-            kind = "W" if number < 0 else "I" if op.kind == "B" else op.kind
-            order.append(Op(op.stage, kind, op.micro_batch))
-        orders.append(order)
+        numbers = filled[stops[r] - sizes[r] : stops[r]].tolist()
+        orders.append([first[n] if n >= 0 else Op(ops[-1 - n].stage, "W", ops[-1 - n].micro_batch) for n in numbers])
     return orders
 
 

@@ -118,11 +118,12 @@ class HostLane(Lane):
         place = ctypes.c_uint32.from_address(flag.data_ptr())
 
         def act(_keep: Tensor = flag) -> None:
-            pause = 0.0
+            pause, began = 0.0, time.monotonic()
             # As the driver compares: the difference as a signed number.
             while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
                 time.sleep(pause)
-                pause = min(pause + 1e-6, 2e-4)
+                # A long wait leaves the core to others, and becomes longer by one per cent at most.
+                pause = max(min(pause + 1e-6, 2e-4), min((time.monotonic() - began) / 100, 1e-2))
             fence()
 
         self._work.put(act)
