@@ -36,7 +36,7 @@ from octopipe.huggingface.source import build_on_meta
 LIMIT_S, LARGEST = 120, 3e7
 
 
-class TooLong(Exception):
+class TooLong(BaseException):  # no handler of other exceptions swallows it
     pass
 
 

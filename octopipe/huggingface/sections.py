@@ -128,8 +128,9 @@ def stacks(model: nn.Module) -> list[str]:
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if type(module) is nn.ModuleList and len(module) and not inside and all(map(_can_run, module)):
+        if type(module) is nn.ModuleList and len(module) and not inside:
             found.append((name, module))
+    found = [item for item in found if all(map(_can_run, item[1]))]
     counted = [item for item in found if len(item[1]) in wanted]
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in counted or found}
     return sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:MOST_STACKS]

@@ -145,7 +145,12 @@ def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
             out[key] = SIZES["num_attention_heads"]
         elif (key in MORE or key in SIZES) and value is not None and not isinstance(value, dict):
             small = MORE.get(key, SIZES.get(key))
-            out[key] = value if isinstance(value, list | tuple) and not isinstance(small, list) else small
+            if isinstance(value, list | tuple) and not isinstance(
+                small, list
+            ):  # one for every layer, or of its own kind
+                out[key] = [small] * count if len(value) == before else value
+            else:
+                out[key] = small
         elif isinstance(value, list) and before and len(value) == before:
             each = list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else value
             out[key] = (each * count)[:count]
