@@ -88,7 +88,7 @@ def judge_tower(family: str) -> tuple[str, str]:
         try:
             off, parts = tower_difference(family)
         except (OctoPipeError, UnsplitFails) as error:
-            if "overflow" not in str(error):
+            if not ("double" in str(error).lower() or "overflow" in str(error)):
                 raise
             # Some families make single-precision tensors whatever the precision of their weights.
             off, parts = tower_difference(family, torch.float32)

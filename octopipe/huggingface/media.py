@@ -11,6 +11,7 @@ take an image of zeros for padding.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,12 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
             yield (rows, channels, patch, patch), more
             yield (1, rows, channels, patch, patch), more
             yield (rows // merge**2, merge * patch, merge * patch, channels), more
+            # Some count the grid in squares of merged patches.
+            merged = {**more, name: torch.tensor([[*time, 2, 2]] * ROWS)}
+            yield (ROWS * 4, merge * patch, merge * patch, channels), merged
         return
+    if "image_token_pooling" in names:
+        yield from _pooled(part, channels * patch * patch)
     for merge in merges:
         side = 2 * merge
         places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).view(-1, 2)
@@ -155,6 +161,23 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
             yield (ROWS, channels, side * patch, side * patch), {}
     yield (ROWS, deep, patch, patch, channels), {}
     yield (ROWS, deep, channels, patch, patch), {}
+
+
+def _pooled(part: Any, width: int) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
+    """Images of one crop, as rows of patches with a list of those that each token of the image pools."""
+    size, patch = number(part, ("image_size",)) or 0, number(part, ("patch_size",)) or 1
+    side = size // patch
+    if side < 2:
+        return
+    first = side * torch.arange(0, side - 1, 2)[:, None] + torch.arange(0, side - 1, 2)
+    square = torch.stack([first + row * side + column for row in (0, 1) for column in (0, 1)], -1).view(-1, 4)
+    tokens = torch.cat([square + image * side * side for image in range(ROWS)])
+    more = {
+        "image_token_pooling": tokens,
+        "image_grids": torch.tensor([[side // 2, side // 2, 0, 0]] * ROWS),
+        "image_num_crops": torch.ones(ROWS, dtype=torch.long),
+    }
+    yield (ROWS, side * side, width), more
 
 
 def _companions(
@@ -219,9 +242,11 @@ def _recordings(name: str, names: Mapping[str, Any], config: Any, dtype: torch.d
         return
     words = ("audio", "speech", "encoder", "sound")
     for _, part in _described(config, words, BINS):
-        bins = number(part, BINS) or 1
+        # Some stack the bins of several frames, and a field of their own says how wide a stack is.
+        widths = dict.fromkeys(bins for name in BINS if (bins := number(part, (name,))))
         bound = number(part, FRAMES)
-        for frames in dict.fromkeys((2 * bound if bound and 2 * bound <= MOST_FRAMES else 200, 200, 24)):
+        lengths = dict.fromkeys((2 * bound if bound and 2 * bound <= MOST_FRAMES else 200, 200, 24))
+        for bins, frames in itertools.product(widths, lengths):
             for shape in ((ROWS, bins, frames), (ROWS, frames, bins)):
                 values = torch.full(shape, VALUE, dtype=dtype)
                 cover = torch.ones(ROWS, frames, dtype=torch.long)
