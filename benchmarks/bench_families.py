@@ -94,7 +94,7 @@ def judge_tower(family: str) -> tuple[str, str]:
             off, parts = tower_difference(family, torch.float32)
             off, single = off / 100, " in single precision, it knows no double"
     except OctoPipeError as error:
-        return "refused", str(error)
+        return "no config" if "cannot be built" in str(error) else "refused", str(error)
     except UnsplitFails as error:
         return "no config", f"the unsplit model fails too: {str(error)[:140]}"
     except TooLong:

@@ -37,7 +37,14 @@ from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.section_cut import SectionCut, describe_layer
 from octopipe.huggingface.sections import trace_sections
 from octopipe.huggingface.shell import outside, shell_of
-from octopipe.huggingface.source import build_on_meta, inner_model, read_config, refuse_other_models, without_memory
+from octopipe.huggingface.source import (
+    build_on_meta,
+    inner_model,
+    read_config,
+    refuse_codes,
+    refuse_other_models,
+    without_memory,
+)
 from octopipe.huggingface.weights import Store, Values, Weights, allocated, first_names, has_weights
 from octopipe.runtime.path_losses import PathLosses
 
@@ -118,7 +125,11 @@ def _cut(
         except OctoPipeError:
             pass  # several stacks, or layers that share more than a hidden state
         tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
-        return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
+        try:
+            return SectionCut(model, trace_sections(model, tokens), weights, device, tokens)
+        except OctoPipeError:
+            refuse_codes(model)
+            raise
     example = example_of(model) if example is None else example
     return SectionCut(model, trace_sections(model, example), weights, device, example)
 

@@ -16,7 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.media import MEDIA, ROWS, TOKENS, Media, inputs_of, media_of, parts_of
+from octopipe.huggingface.media import (
+    CHANNELS,
+    MEDIA,
+    PIXELS,
+    ROWS,
+    SIDES,
+    TOKENS,
+    VALUE,
+    Media,
+    dtype_of,
+    inputs_of,
+    media_of,
+    number,
+    parts_of,
+)
 from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.trials import Trials
 
@@ -63,7 +77,7 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
     config: Any = model.config
     decodes = "decoder_input_ids" in inputs_of(model) and bool(getattr(config, "is_encoder_decoder", False))
     if decodes and getattr(model, "main_input_name", "input_ids") == "input_ids":
-        return {"input_ids": _ids(model, tokens=TOKENS + 2), "decoder_input_ids": _ids(model)}
+        return {**_page(model, _ids(model, tokens=TOKENS + 2)), "decoder_input_ids": _decoder_ids(model)}
     lists, problem = stacks(model), ""
     while lists:
         trials, furthest, last = Trials(model, lists), -1, ""
@@ -102,6 +116,27 @@ def _ids(model: nn.Module, rows: int = ROWS, tokens: int = TOKENS) -> Tensor:
     vocab, pad = int(text.vocab_size), getattr(text, "pad_token_id", None)
     ids = 3 + torch.arange(rows * tokens).view(rows, tokens) % max(vocab - 8, 1)
     return ids if pad is None else torch.where(ids == pad, ids + 1, ids)
+
+
+def _decoder_ids(model: nn.Module) -> Tensor:
+    """Tokens of a decoder; one that writes several channels at a time takes them side by side."""
+    config: Any = model.config
+    channels = number(getattr(config, "decoder_config", None), ("num_channels",))
+    return _ids(model) if channels is None else _ids(model)[..., None].repeat(1, 1, channels)
+
+
+def _page(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Tokens, with their places on a page and the page's image where the model takes both."""
+    config, names = model.config, inputs_of(model)
+    if "bbox" not in names:
+        return {"input_ids": ids}
+    left = torch.linspace(0.1, 0.8, ids.shape[1], dtype=torch.float64).expand(ids.shape)
+    out = {"input_ids": ids, "bbox": torch.stack((left, left, left + 0.1, left + 0.1), -1)}
+    side = number(config, SIDES)
+    if PIXELS[0] in names and side is not None:
+        channels = number(config, CHANNELS) or 3
+        out[PIXELS[0]] = torch.full((len(ids), channels, side, side), VALUE, dtype=dtype_of(model))
+    return out
 
 
 def _decoded(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:

@@ -30,6 +30,11 @@ PATCHES = "flattened_patches"
 OTHER_TEXTS = ("protein_input_ids",)
 MEDIA = (*PIXELS, *RECORDINGS, PATCHES, *OTHER_TEXTS)
 """Main inputs of models that take more than tokens."""
+SIDES = ("image_size", "crop_size", "resolution")
+"""Config fields: the pixels of an image's side."""
+CHANNELS = ("num_channels", "in_channels", "in_chans", "n_channels")
+STEPS = "channel_multiplier"
+"""Config field of towers that halve an image step by step instead of taking patches."""
 MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size", "downsample_factor")
 """Config fields: how many patches of each direction become one token."""
 BINS = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "input_size", "mel_bins")
@@ -70,7 +75,7 @@ def media_of(model: nn.Module) -> Iterator[Media]:
     config: Any = model.config
     pixels = next((name for name in PIXELS if name in names), None)
     if pixels is not None:
-        for kind, part in _described(config, ("vision", "image", "visual", "video"), ("patch_size", "image_size")):
+        for kind, part in _described(config, ("vision", "image", "visual", "video"), (*SIDES, "patch_size", STEPS)):
             for shape, more in _shapes(part, config, names):
                 values = torch.full(shape, VALUE, dtype=dtype)
                 for given in _companions(names, shape, part, config, dtype):
@@ -116,7 +121,7 @@ def _takes_videos(config: Any) -> bool:
 
 def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
     """Shapes of the pixels, with the inputs that say how patches lie."""
-    channels = number(part, ("num_channels", "in_channels", "in_chans", "n_channels")) or 3
+    channels = number(part, CHANNELS) or 3
     patch = number(part, ("patch_size",)) or 1
     deep = number(part, ("temporal_patch_size", "patch_temporal")) or 1
     merges = dict.fromkeys(m for m in (number(part, MERGES), number(config, MERGES), 2, 1) if m)
@@ -148,7 +153,7 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
             more = {"image_position_ids": places.repeat(ROWS, 1, 1)}
             for width in (patch, number(part, ("model_patch_size",)) or patch):
                 yield (ROWS, side * side, channels * width * width), more
-    size = number(part, ("image_size", "crop_size"))
+    size = number(part, SIDES)
     tiles = number(part, ("max_num_tiles",))
     if size is not None:
         if tiles is not None:
@@ -185,9 +190,9 @@ def _companions(
 ) -> Iterator[dict[str, Tensor]]:
     """The inputs that go with pixels of a shape, fewer and fewer of them."""
     given: dict[str, Tensor] = {}
-    size = number(part, ("image_size", "crop_size"))
-    if "image_sizes" in names and size is not None:
-        given["image_sizes"] = torch.tensor([[size, size]] * ROWS)
+    size = number(part, SIDES)
+    if "image_sizes" in names:
+        given["image_sizes"] = torch.tensor([[size, size] if size is not None else list(shape[-2:])] * ROWS)
     if "high_res_pixel_values" in names:
         other = config.high_res_vision_config
         high, channels = number(other, ("image_size",)) or 1, number(other, ("num_channels",)) or 3
@@ -229,6 +234,18 @@ def _flattened(config: Any, dtype: torch.dtype) -> Iterator[Media]:
             yield Media(kind="image", inputs={PATCHES: values})
 
 
+def _samples(name: str, padded: bool, dtype: torch.dtype) -> Iterator[Media]:
+    """Recordings as samples, of several lengths: one of them is a whole number of frames."""
+    for samples in (4096, 16384, 16000):
+        for shape in ((ROWS, samples), (ROWS, 1, samples)):
+            inputs = {name: torch.full(shape, VALUE, dtype=dtype)}
+            yield Media(kind="audio", inputs=inputs)
+            if padded:
+                yield Media(
+                    kind="audio", inputs={**inputs, "padding_mask": torch.ones(ROWS, samples, dtype=torch.bool)}
+                )
+
+
 def _recordings(name: str, names: Mapping[str, Any], config: Any, dtype: torch.dtype) -> Iterator[Media]:
     masks = [
         other
@@ -236,9 +253,7 @@ def _recordings(name: str, names: Mapping[str, Any], config: Any, dtype: torch.d
         if other in names and not (other == "attention_mask" and "input_ids" in names)
     ]
     if name == "input_values":
-        for samples in (4096, 16384):
-            yield Media(kind="audio", inputs={name: torch.full((ROWS, samples), VALUE, dtype=dtype)})
-            yield Media(kind="audio", inputs={name: torch.full((ROWS, 1, samples), VALUE, dtype=dtype)})
+        yield from _samples(name, "padding_mask" in names, dtype)
         return
     words = ("audio", "speech", "encoder", "sound")
     for _, part in _described(config, words, BINS):

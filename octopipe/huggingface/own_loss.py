@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.labels import IGNORED, AlignedLoss, CausalLoss, HandLoss
-from octopipe.huggingface.media import parts_of
+from octopipe.huggingface.media import inputs_of, parts_of
 from octopipe.huggingface.sections import quiet
 from octopipe.huggingface.shell import (
     Unpacked,
@@ -36,6 +36,11 @@ def uses_its_loss_function(model: nn.Module) -> bool:
 
 def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any) -> CausalLoss:
     """The loss of the model's forward; `returns(layer)`: how many results its layers return."""
+    if "labels" not in inputs_of(model):
+        raise OctoPipeError(
+            f"{type(model).__name__} computes no loss: its forward takes no labels; give Pipeline a loss of your own "
+            "(the last layer's output are the logits)"
+        )
     # Aligned first: a `loss_function` that does not shift labels counts all of them, and this one knows how many.
     candidates = [CausalLoss(model, AlignedLoss())]
     named = getattr(getattr(model, "loss_function", None), "__name__", "")
@@ -92,8 +97,7 @@ def _asked(
     weight: Any = shell.get_submodule(name).weight
     ids = example.get("decoder_input_ids", example.get("input_ids", None))
     assert isinstance(ids, Tensor)
-    labels = torch.randint(0, int(weight.shape[0]), ids.shape, generator=torch.Generator().manual_seed(1))
-    labels[0, :2] = labels[-1, -1] = IGNORED
+    labels = _labels(ids.shape, torch.arange(min(int(weight.shape[0]), int(text_config(model).vocab_size))))
     owner, _, attribute = name.rpartition(".")
     given = _Given(weight)
     setattr(shell.get_submodule(owner), attribute, given)
@@ -104,23 +108,41 @@ def _asked(
         return (hidden, *[None] * (abs(returns(layer)) - 1)) if returns(layer) else hidden
 
     inputs = {name: value for name, value in example.items() if value is not None}
-    with torch.no_grad(), answers.given_by(visit), Unpacked(inputs):
-        out = shell(**inputs, labels=labels, **quiet(model))
-    if given.logits is None or out.logits.shape != given.logits.shape:
+
+    def run() -> Any:
+        with torch.no_grad(), answers.given_by(visit), Unpacked(inputs):
+            return shell(**inputs, labels=labels, **quiet(model))
+
+    out = run()
+    if given.logits is None or out.logits.numel() != given.logits.numel():
         raise ValueError("its loss is of more logits than its forward gives, or of others")
+    # Words that the forward rules out have an infinite loss, which is equal to that of any other function.
+    allowed = (out.logits.flatten(0, -2) > torch.finfo(out.logits.dtype).min / 2).all(0)
+    if not allowed.all():
+        labels = _labels(ids.shape, allowed.nonzero().flatten())
+        out = run()
+    if not torch.isfinite(out.loss):
+        raise ValueError("it is not finite for random logits")
     return out.loss, out.logits, labels
 
 
+def _labels(shape: Sequence[int], words: Tensor) -> Tensor:
+    """Random ones of these words, some of them ignored."""
+    labels = words[torch.randint(0, len(words), tuple(shape), generator=torch.Generator().manual_seed(1))]
+    labels[0, :2] = labels[-1, -1] = IGNORED
+    return labels
+
+
 def _projection(shell: nn.Module) -> str:
-    """The name of the projection to the vocabulary: what the model says, or else its last matrix with so many rows."""
+    """The name of the projection to the vocabulary: what the model says, or else its last matrix with so many rows, or
+    with so many for each of several channels."""
     said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
     vocab = text_config(shell).vocab_size
     # An embedding that a model names here is used as a matrix, beside its own forward.
     found = [name for name, module in shell.named_modules() if module is said and not isinstance(module, nn.Embedding)]
-    linear = [
-        name for name, module in shell.named_modules() if type(module) is nn.Linear and module.out_features == vocab
-    ]
-    found += reversed(linear)
+    rows = {name: module.out_features for name, module in shell.named_modules() if type(module) is nn.Linear}
+    found += reversed([name for name, count in rows.items() if count == vocab])
+    found += reversed([name for name, count in rows.items() if "." not in name and not count % vocab])
     if not found:
         raise ValueError("it has no projection to its vocabulary")
     return found[0]

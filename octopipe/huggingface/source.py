@@ -100,9 +100,11 @@ def model_class(config: Any, where: str = "config") -> Any:
 
 
 def config_for(cls: Any, config: Any) -> Any:
-    """The part of a config that a class takes: a text model takes the text's."""
+    """The part of a config that a class takes: a text model takes the text's, a decoder the decoder's."""
     wanted, parts = getattr(cls, "config_class", None), getattr(config, "sub_configs", None) or {}
-    return config.get_text_config(decoder=True) if wanted is not None and wanted is parts.get("text_config") else config
+    if wanted is not None and wanted is parts.get("text_config"):
+        return config.get_text_config(decoder=True)
+    return config.decoder if wanted is not None and wanted is parts.get("decoder") else config
 
 
 def has_towers(config: Any) -> bool:
@@ -166,6 +168,17 @@ def refuse_other_models(model: nn.Module) -> None:
     config: Any = model.config
     if getattr(config.get_text_config(decoder=True), "vocab_size", None) is None:
         raise OctoPipeError(f"{name} predicts no tokens: its config has no vocabulary; only language models are cut")
+
+
+def refuse_codes(model: nn.Module) -> None:
+    """Raise where every position of a model's input is several codes instead of one token."""
+    config: Any = model.config
+    count = getattr(config.get_text_config(decoder=True), "num_codebooks", None)
+    if isinstance(count, int) and count > 1:
+        raise OctoPipeError(
+            f"{type(model).__name__} takes codes of {count} codebooks for every position, not one token; give an "
+            "example of a small batch: layers(model, example={...})"
+        )
 
 
 def shortened(config: Any, num_layers: int, where: str) -> Any:

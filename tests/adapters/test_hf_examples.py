@@ -34,10 +34,24 @@ FORMS = {
     "kosmos-2.5": {"flattened_patches": 3, "image_embeds_position_mask": 2},
     "phi4_multimodal": {"image_pixel_values": 5, "image_sizes": 2, "image_attention_mask": 4},
     "deepseek_vl_hybrid": {"pixel_values": 4, "high_res_pixel_values": 4},
+    "molmo2": {
+        "pixel_values": 3,
+        "image_token_pooling": 2,
+        "image_grids": 2,
+        "image_num_crops": 1,
+        "mm_token_type_ids": 2,
+    },
+    "nemotron_h_omni": {"pixel_values": 2, "image_grid_hw": 2},
+    "fun_asr_nano": {"input_features": 3, "input_features_mask": 2},
+    "emu3": {"pixel_values": 4, "image_sizes": 2},
+    "udop": {"bbox": 3, "pixel_values": 4},
+    "vibevoice": {"input_values": 3, "padding_mask": 2},
 }
 """By family: the inputs of its example beside tokens, with their number of dimensions."""
 OTHERS = ["longt5", "vision-encoder-decoder", "canary", "aria", "blip-2", "inkling_mm_model", "llama4", "unlimited_ocr"]
-"""Layers that return five results, decoders of other kinds, layers that change the shape of the hidden state."""
+OTHERS += ["dia", "moonshine_streaming", "nemo_speechlm", "granite4_vision"]
+"""Layers that return five results, decoders of other kinds, layers that change the shape of the hidden state, decoders
+of several channels, recordings of whole frames, towers of several parts."""
 
 
 @pytest.mark.parametrize(
@@ -54,6 +68,24 @@ def test_a_form_of_inputs_is_found_and_the_pieces_are_the_model(family: str) -> 
 @pytest.mark.parametrize("family", [OTHERS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS[1:])])
 def test_models_of_other_kinds_are_their_pieces(family: str) -> None:
     assert tower_difference(family)[0] < 1e-6
+
+
+def test_patches_are_counted_in_merged_squares_where_the_model_counts_so() -> None:
+    """Its rows are squares of 2 x 2 patches of 4 x 4 pixels, and its grid counts these squares."""
+    found = example_of(twin_of("inkling2", tiny_tower("inkling2"), torch.float32))
+    assert found["pixel_values"].shape == (5 * 4, 8, 8, 3)
+    assert found["image_grid_thw"].tolist() == [[1, 2, 2]] * 5
+    assert int((found["input_ids"] == 500).sum()) == 5 * 4
+
+
+@pytest.mark.slow
+def test_a_model_that_knows_single_precision_alone_is_its_pieces() -> None:
+    assert tower_difference("inkling2", torch.float32)[0] < 1e-4
+
+
+def test_words_that_a_forward_rules_out_do_not_hide_which_loss_it_has() -> None:
+    """Chameleon never predicts image tokens: as labels they have an infinite loss, whatever the function is."""
+    assert tower_difference("chameleon")[0] < 1e-6
 
 
 def test_images_that_are_padding_are_left_out_in_every_piece() -> None:
@@ -92,6 +124,21 @@ def test_what_is_no_language_model_is_refused_with_its_reason() -> None:
         layers(several)
     with pytest.raises(OctoPipeError, match="PI0ForConditionalGeneration predicts no tokens: its config has no vocab"):
         layers(tiny_tower("pi0"))
+
+
+def test_models_of_several_codebooks_are_refused_with_their_number() -> None:
+    with pytest.raises(OctoPipeError, match="MusicgenForCausalLM takes codes of 4 codebooks for every position, not"):
+        layers(tiny_config("musicgen"))
+
+
+def test_a_forward_without_labels_has_no_loss() -> None:
+    class Silent(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
+            return super().forward(input_ids, attention_mask, position_ids, **more)
+
+    parts = layers(Silent(tiny_config("llama")))
+    with pytest.raises(OctoPipeError, match="Silent computes no loss: its forward takes no labels; give Pipeline"):
+        _ = parts.loss_fn
 
 
 def test_a_loss_of_more_than_the_logits_is_refused_with_its_reason() -> None:

@@ -71,6 +71,16 @@ _BYTES = {
     "num_attention_heads": 4,
 }
 """The parts of a model of bytes (BLT), which have configs of their own."""
+_INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_DRAFT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+"""The text part of an assistant, all of whose layers use the keys and values of another model."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None},
     "xlm": {"emb_dim": 32},
@@ -103,6 +113,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots3_note": {
+        "text_config": {"head_dim": 12},
+        "vision_config": {
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "dots3_note_text": {"head_dim": 12},
+    "gemma4_assistant": {"text_config": _DRAFT},
     "gemma4_text": {"per_layer_config": {}, "hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"per_layer_config": {}, "hidden_size_per_layer_input": 0},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -114,18 +136,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "openai-gpt": {"n_positions": 64},
     "xglm": {"attention_heads": 4},
-    "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
     "reformer": {"axial_pos_embds": False},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What the sizes alone do not say."""
+PARTS = ("text_config", "vision_config", "audio_config")
+"""Parts of which a family changes some keys; others are replaced."""
 
 
 def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
@@ -162,6 +180,14 @@ def shrunk(known: dict[str, Any], *, count: int = 4) -> dict[str, Any]:
     return out
 
 
+def merged(old: Any, new: Any) -> Any:
+    """A changed part of a config, keeping what is not changed."""
+    if not isinstance(new, dict):
+        return new
+    known = old if isinstance(old, dict) else {}
+    return {**known, **{key: merged(known.get(key), value) for key, value in new.items()}}
+
+
 def decodes(known: dict[str, Any]) -> dict[str, Any]:
     """What makes an encoder, or an encoder-decoder, the causal language model of its family."""
     return {key: value for key, value in (("is_decoder", True), ("is_encoder_decoder", False)) if key in known}
@@ -174,7 +200,7 @@ def every_family() -> list[str]:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """The family's config at tiny size, without dropout."""
     cls = transformers.CONFIG_MAPPING[model_type]
-    default = cls()
+    default = cls(text_config=_DRAFT) if model_type == "gemma4_assistant" else cls()
     known = default.to_dict()
     count = known.get("num_hidden_layers") or known.get("n_layer") or getattr(default, "num_hidden_layers", None)
     given: dict[str, Any] = {}
@@ -206,8 +232,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
             given.pop(key, None)
     if known.get("is_decoder") is False or known.get("is_encoder_decoder"):
         given |= decodes(known)
-    given |= FAMILIES.get(model_type, {})
-    given |= changes
+    for key, value in {**FAMILIES.get(model_type, {}), **changes}.items():
+        given[key] = merged(given.get(key), value) if key in PARTS else value
     given = {k: v for k, v in given.items() if not (k == "num_hidden_layers" and v is None)}
     config = cls(**given)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
