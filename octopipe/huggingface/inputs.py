@@ -156,7 +156,7 @@ def form_of(
     given = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     decodes = "decoder_input_ids" in given
     ids = given.pop("input_ids", None)
-    given.pop("decoder_input_ids", None)
+    targets = given.pop("decoder_input_ids", None)
     masked = given.pop(MASK, None) is not None
     by_item = {name: value for name, value in given.items() if value.shape[0] % ROWS == 0}
     features = {
@@ -167,8 +167,12 @@ def form_of(
     masks = {name: tuple(value.shape[1:]) for name, value in rows.items() if value.dtype == torch.bool}
     numbers = {name: _tuples(value[0].tolist()) for name, value in rows.items() if name not in masks}
     left = sorted(given.keys() - features.keys() - numbers.keys() - masks.keys() - set(marks))
+    left += ["decoder_input_ids of several channels"] if targets is not None and targets.ndim > 2 else []
     if left or (decodes and features and ids is not None):
-        raise OctoPipeError(f"{where}: it is not known how batches of {', '.join(left) or 'its inputs'} are made up")
+        raise OctoPipeError(
+            f"{where}: it is not known how batches of {', '.join(left) or 'its inputs'} are made up; train it in a "
+            "loop of your own, with octopipe.huggingface.layers"
+        )
     if decodes:
         tokens = 0 if ids is None else int(ids.shape[1])
         return InputForm(

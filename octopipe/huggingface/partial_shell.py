@@ -23,7 +23,7 @@ class PartialShell(NamedTuple):
     model: nn.Module
     answers: LayerAnswers
     missing: list[tuple[str, Tensor]]
-    """Parameters of other pieces, under each of their names, of which this one has shapes alone."""
+    """Parameters of other pieces, under each of their names outside the layers, of which this one has shapes alone."""
 
 
 def partial_shell(
@@ -49,4 +49,6 @@ def partial_shell(
     if weights is not None:
         held = {name for name, _ in shell.named_parameters(remove_duplicate=False)}
         weights.fill(shell, "", [name for name, _ in outside(model, paths) if name in held])
-    return PartialShell(shell, answers, [(name, old) for old in missing for name in names[id(old)]])
+    # A name inside a layer leads through its stand-in to the model's own layer, which keeps its parameters.
+    outer = {name for name, _ in outside(model, paths)}
+    return PartialShell(shell, answers, [(name, old) for old in missing for name in names[id(old)] if name in outer])

@@ -15,6 +15,8 @@ from hf_towers import drawn, tiny_tower, tower_difference, twin_of  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.huggingface import layers  # noqa: E402
 from octopipe.huggingface.examples import example_of  # noqa: E402
+from octopipe.huggingface.inputs import form_of  # noqa: E402
+from octopipe.huggingface.source import build_on_meta  # noqa: E402
 
 FORMS = {
     "idefics3": {"pixel_values": 5, "pixel_attention_mask": 4},
@@ -110,6 +112,20 @@ def test_images_that_are_padding_are_left_out_in_every_piece() -> None:
     assert torch.allclose(value, model(**given, use_cache=False).logits, atol=1e-12)
 
 
+def test_pieces_leave_the_model_as_it_is() -> None:
+    """A parameter of UDOP's decoder is tied to one inside a layer of its encoder, which pieces see as a placeholder."""
+    model = twin_of("udop", tiny_tower("udop"))
+    given = drawn(example_of(model))
+    wanted = model(**given, use_cache=False).logits
+    parts = layers(model)
+    for _ in range(2):
+        value: Any = given
+        for module in parts:
+            value = module(value)  # type: ignore[operator]
+        assert torch.equal(value, wanted)
+    assert torch.equal(model(**given, use_cache=False).logits, wanted)
+
+
 @pytest.mark.parametrize("smoothing", some([0.1, 0.0]))
 def test_a_loss_of_smoothed_labels_is_the_models(smoothing: float) -> None:
     assert tower_difference("blip", text_config={"label_smoothing": smoothing})[0] < 1e-6
@@ -124,6 +140,21 @@ def test_what_is_no_language_model_is_refused_with_its_reason() -> None:
         layers(several)
     with pytest.raises(OctoPipeError, match="PI0ForConditionalGeneration predicts no tokens: its config has no vocab"):
         layers(tiny_tower("pi0"))
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("dia", "decoder_input_ids of several channels"),
+        pytest.param("udop", "its inputs", marks=pytest.mark.slow),
+        pytest.param("molmo2", "image_token_pooling", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_refuse_models_whose_batches_they_cannot_make_up(family: str, named: str) -> None:
+    config = tiny_tower(family)
+    example = example_of(build_on_meta(config, dtype=torch.float32, attention=None))
+    with pytest.raises(OctoPipeError, match=f"it is not known how batches of {named} are made up; train it in a loop"):
+        form_of(example, config, num_tower_layers=4, vocab=512)
 
 
 def test_models_of_several_codebooks_are_refused_with_their_number() -> None:
