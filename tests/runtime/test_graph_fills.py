@@ -84,7 +84,7 @@ def elements(address: int, count: int, size: int, device: Any) -> Tensor:
     return torch.frombuffer(memory, dtype=TYPES[size])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_fills, "_memory", elements)
 
@@ -114,7 +114,7 @@ def test_a_fill_writes_the_bytes_of_its_memset(seed: int) -> None:
     assert torch.equal(room, expected)
 
 
-def test_fills_keep_the_order_of_the_graph() -> None:
+def test_fills_keep_the_order_of_the_graph(on_the_host: None) -> None:
     """Two sums of memory that is cleared between them, with a fork, and a memset at either end."""
     graphs, memory, seen = HostGraphs(), torch.full((8,), 9, dtype=torch.uint8), []
 
@@ -132,7 +132,7 @@ def test_fills_keep_the_order_of_the_graph() -> None:
     assert seen == [8, 8, 16] and int(memory.sum()) == 24
 
 
-def test_what_a_fill_cannot_do_stays_a_memset() -> None:
+def test_what_a_fill_cannot_do_stays_a_memset(on_the_host: None) -> None:
     """Memory with gaps, and an edge that says more than an order."""
     graphs, memory = HostGraphs(), torch.zeros(64, dtype=torch.uint8)
     gaps = graphs.node(MEMSET_NODE, FillParams(memory.data_ptr(), 16, 7, 1, 4, 3), [])
@@ -143,7 +143,7 @@ def test_what_a_fill_cannot_do_stays_a_memset() -> None:
     assert int((memory == 7).sum()) == 16
 
 
-def test_a_fill_that_is_not_one_kernel_ends_the_capture() -> None:
+def test_a_fill_that_is_not_one_kernel_ends_the_capture(on_the_host: None) -> None:
     graphs, memory = HostGraphs(), torch.zeros(4, dtype=torch.uint8)
     graphs.node(MEMSET_NODE, FillParams(memory.data_ptr(), 0, 7, 1, 4, 1), [])
     graphs.most_nodes_per_act = 2
