@@ -4,8 +4,10 @@ For every set-up of `user_setups.py`, in the same processes under MPS: a profile
 then tuning by running (`octopipe tune --measure`; on Megatron-Core's chunks `octopipe.megatron.profile` and
 `octopipe.megatron.tune_measured`): 1F1B, interleaved and ZB-V, the tuned plan and the tuned plan with copies, each run
 for real. One JSON line per set-up goes to --out: predicted and measured step of every plan, memory, host time per op,
-corrections per layer kind. --detail keeps every op's predicted and measured time as well. `--tables FILE...` makes
-Markdown of the lines of one or several runs and needs no GPU; `--small --device cpu` tries everything without one.
+corrections per layer kind. --detail keeps every op's predicted and measured time as well. --train N then trains every
+one of these plans for N steps with AdamW, in the loop of `octopipe train` (`user_training.py`), and records predicted
+and measured pipeline times, whole steps and memory. `--tables FILE...` makes Markdown of the lines of one or several
+runs and needs no GPU; `--small --device cpu` tries everything without one.
 
 --share is the part of the GPU's multiprocessors that a rank has, in percent. Ranks that stand for GPUs of their own
 should not compete for what such GPUs do not share, the card's power and its memory's bandwidth.
@@ -19,7 +21,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,41 @@ import numpy as np
 import torch
 from one_line import needs_device, start
 from user_setups import SETUPS
+from user_tables import tables
+from user_training import Train, train_chunks, train_plans, train_workload
 
 from octopipe.costs.profile_file import Profile
 from octopipe.search.measured_tuning import Outcome, reduced_ms
 from octopipe.simulation.contention import predict
 
 RANKS = 4
-MORE = ("copies", "flags")
-"""Words in the names of tuned plans that are not the plain one: layers held twice; Megatron's own flags and order."""
+TRAINING = "training "
+"""What the first rank tells about a set-up begins so while one of its plans is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A set-up whose plans were found and timed."""
+
+    profile: Profile
+    outcome: Outcome
+    kinds: tuple[str, ...]
+    """Of every layer."""
+    about: dict[str, Any]
+    train: Train
+    """Trains one of its plans."""
+
+
+class Line:
+    """The line of one set-up in the file of results, written again whenever more of it is known: what a plan has shown
+    is kept, whatever the next one does."""
+
+    def __init__(self, path: str, record: dict[str, Any]):
+        self._path, self.record = Path(path), record
+        self._before = self._path.read_text() if self._path.exists() else ""
+
+    def write(self) -> None:
+        self._path.write_text(f"{self._before}{json.dumps(self.record)}\n")
 
 
 def task(seat: Any, args: argparse.Namespace) -> None:
@@ -48,21 +78,48 @@ def task(seat: Any, args: argparse.Namespace) -> None:
             seat.tell(f"{name}: no time left")
             continue
         began = time.perf_counter()
-        measure = _megatron if SETUPS[name].megatron else _ours
-        profile, outcome, about = measure(name, world, args, seat.tell)
+        tune = _megatron if SETUPS[name].megatron else _ours
+        tuned = tune(name, seat, world, args)
+        gc.collect()
         seconds = time.perf_counter() - began
+        line = Line(args.out, _record(name, tuned, args) | {"seconds": round(seconds, 1), "ranks": world.size})
+        _write(line, world)
+        if world.rank == 0 and args.detail:
+            _write_detail(name, tuned, args)
+        if args.train:
+            _train(name, tuned, line, seat, world, args)
+        best = tuned.outcome.best
+        del tuned
         gc.collect()
         torch.compiler.reset()  # shapes of the next set-up are its own, not variants of these
-        left = _forget() if args.device == "cuda" else 0.0
-        if world.rank == 0:
-            _write(
-                name,
-                profile,
-                outcome,
-                {**about, "seconds": round(seconds, 1), "ranks": world.size, "left_gib": left},
-                args,
-            )
-        seat.tell(f"{name}: {seconds:.0f} s, {outcome.best.name} {outcome.best.ran.step_ms:.1f} ms")
+        line.record["left_gib"] = _forget() if args.device == "cuda" else 0.0
+        _write(line, world)
+        seat.tell(f"{name}: {time.perf_counter() - began:.0f} s, {best.name} {best.ran.step_ms:.1f} ms")
+
+
+def _write(line: Line, world: Any) -> None:
+    if world.rank == 0:
+        line.write()
+
+
+def _train(name: str, tuned: Tuned, line: Line, seat: Any, world: Any, args: argparse.Namespace) -> None:
+    """Train the set-up's plans, each recorded as soon as it is through."""
+    plans: list[dict[str, Any]] = []
+    line.record["train"] = {"steps": args.train, "optimizer": "adamw", "plans": plans}
+    device = torch.device(args.device, seat.local_rank % torch.cuda.device_count()) if args.device == "cuda" else None
+    for found in train_plans(
+        world,
+        tuned.outcome,
+        tuned.profile,
+        tuned.kinds,
+        tuned.train,
+        device=device or torch.device("cpu"),
+        timeout_s=args.timeout,
+        until=args.until,
+        tell=lambda text: seat.tell(f"{name}: {text}"),
+    ):
+        plans.append(found)
+        _write(line, world)
 
 
 def _forget() -> float:
@@ -77,7 +134,7 @@ def _forget() -> float:
     return round(torch.cuda.memory_allocated() / (1 << 30), 3)
 
 
-def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str], None]) -> Any:
+def _ours(name: str, seat: Any, world: Any, args: argparse.Namespace) -> Tuned:
     """A set-up on octopipe's own runtime."""
     from octopipe.cli.verbs.runnable import model_of
     from octopipe.runtime.measure.trial import Workload, profile_workload
@@ -97,7 +154,7 @@ def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str],
         precision=args.precision if cuda else "fp32",
         graphs=cuda and not args.calls,
     )
-    tell(f"{name}: profile")
+    seat.tell(f"{name}: profile")
     profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
     job = MeasuredTuneJob(
         work=work,
@@ -110,12 +167,17 @@ def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str],
         copies=(False, True) if args.copies else (False,),
         timeout_s=args.timeout,
     )
-    outcome = tune_on_ranks(world, job, tell=tell)
-    layer_ms = {kind: profile.costs.layer_ms[i] for i, kind in enumerate(work.kinds)}
-    return profile, outcome, {"precision": work.precision, "graphs": work.graphs, "layer_ms": layer_ms}
+    outcome = tune_on_ranks(world, job, tell=seat.tell)
+    return Tuned(
+        profile=profile,
+        outcome=outcome,
+        kinds=tuple(work.kinds),
+        about={"precision": work.precision, "graphs": work.graphs},
+        train=partial(train_workload, seat, work, steps=args.train, timeout_s=args.timeout),
+    )
 
 
-def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str], None]) -> Any:
+def _megatron(name: str, seat: Any, world: Any, args: argparse.Namespace) -> Tuned:
     """A set-up on Megatron-Core's chunks, through the drop-in."""
     import megatron_chunks as chunks
 
@@ -147,7 +209,7 @@ def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[s
         "transport": transport,
     }
     plan = build_plan("1f1b", CostTable.uniform(num_layers=sizes.num_layers), world.size, count)
-    tell(f"{name}: profile")
+    seat.tell(f"{name}: profile")
     built = sizes.build(plan)
     more = {"plan": plan, "name": name, "repeats": args.repeats, "state_bytes_per_parameter": 0.0}
     profile = megatron.profile(built, data_iterator=iter(batches), **more, **usual)
@@ -162,17 +224,29 @@ def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[s
         rounds=args.rounds,
         steps=args.steps,
         flags_too=True,
-        tell=tell,
+        tell=seat.tell,
         **usual,
     )
-    kinds = profile.about["layers"]
-    layer_ms = {kind: profile.costs.layer_ms[i] for i, kind in enumerate(kinds)}
-    return profile, outcome, {"precision": str(profile.mode), "graphs": False, "layer_ms": layer_ms}
+
+    def arguments(built: list[Any]) -> dict[str, Any]:
+        mine = {name: value for name, value in usual.items() if name != "transport"}
+        return {"data_iterator": iter(batches), "model": built, "num_microbatches": count, **mine}
+
+    return Tuned(
+        profile=profile,
+        outcome=outcome,
+        kinds=tuple(profile.about["layers"]),
+        about={"precision": str(profile.mode), "graphs": False},
+        train=partial(
+            train_chunks, world, sizes.build, arguments, steps=args.train, transport=transport, timeout_s=args.timeout
+        ),
+    )
 
 
-def _write(name: str, profile: Profile, outcome: Outcome, about: dict[str, Any], args: argparse.Namespace) -> None:
+def _record(name: str, tuned: Tuned, args: argparse.Namespace) -> dict[str, Any]:
+    """What is known of a set-up once its plans have been timed."""
+    profile, outcome = tuned.profile, tuned.outcome
     told = outcome.as_dict()
-    details = []
     for row, kept in zip(told["rows"], outcome.rows):
         predicted = predict(kept.plan, profile if row["round"] == 0 else outcome.profile)
         row["final_error"] = reduced_ms(predict(kept.plan, outcome.profile)) / row["measured_ms"] - 1.0
@@ -180,32 +254,37 @@ def _write(name: str, profile: Profile, outcome: Outcome, about: dict[str, Any],
         row["ops_per_rank"] = max(len(order) for order in kept.plan.orders)
         row["reduction_ms"] = round(reduced_ms(predicted) - predicted.makespan_ms, 2)
         row["load"] = round(float(np.sum(kept.ran.op_ms)) / kept.plan.num_ranks / kept.ran.step_ms, 4)
-        spans = predicted.spans
-        details.append(
-            {
-                "name": row["name"],
-                "stages": [[s.first, s.stop, s.rank, s.recompute] for s in kept.plan.stages],
-                "orders": [[str(op) for op in order] for order in kept.plan.orders],
-                "predicted": np.round([spans.start_ms, spans.end_ms - spans.start_ms], 4).tolist(),
-                "measured": np.round([kept.ran.start_ms, kept.ran.op_ms], 4).tolist(),
-            }
-        )
-    record = {
+    return {
         "setup": name,
         "share": args.share,
-        **about,
+        **tuned.about,
+        "layer_ms": {kind: profile.costs.layer_ms[i] for i, kind in enumerate(tuned.kinds)},
         "host_share": profile.about.get("host_share"),
         "rehearsal": profile.about.get("rehearsal"),
         "overlap_slowdown": profile.about.get("overlap_slowdown"),
         "date": time.strftime("%Y-%m-%d"),
         **told,
     }
-    with Path(args.out).open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    if args.detail:
-        kept_profiles = {"profile": json.loads(profile.to_json()), "corrected": json.loads(outcome.profile.to_json())}
-        with Path(args.detail).open("a") as file:
-            file.write(json.dumps({"setup": name, "share": args.share, **kept_profiles, "rows": details}) + "\n")
+
+
+def _write_detail(name: str, tuned: Tuned, args: argparse.Namespace) -> None:
+    """Every op's predicted and measured time."""
+    profile, outcome = tuned.profile, tuned.outcome
+    details = []
+    for row in outcome.rows:
+        spans = predict(row.plan, profile if row.round == 0 else outcome.profile).spans
+        details.append(
+            {
+                "name": row.name,
+                "stages": [[s.first, s.stop, s.rank, s.recompute] for s in row.plan.stages],
+                "orders": [[str(op) for op in order] for order in row.plan.orders],
+                "predicted": np.round([spans.start_ms, spans.end_ms - spans.start_ms], 4).tolist(),
+                "measured": np.round([row.ran.start_ms, row.ran.op_ms], 4).tolist(),
+            }
+        )
+    kept_profiles = {"profile": json.loads(profile.to_json()), "corrected": json.loads(outcome.profile.to_json())}
+    with Path(args.detail).open("a") as file:
+        file.write(json.dumps({"setup": name, "share": args.share, **kept_profiles, "rows": details}) + "\n")
 
 
 def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
@@ -213,55 +292,13 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return config | small | {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
 
 
-def tables(paths: list[str]) -> str:
-    """The lines of one or several runs as Markdown: a row per set-up and run, then errors and gains over all."""
-    lines = [
-        "| set-up | 1F1B | interleaved | ZB-V | tuned | tuned with copies | tuned layout by flags "
-        "| over the best published | promised | memory | host per op |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    errors, gains, arrived, memories = [], [], [], []
-    for line in (line for path in paths for line in Path(path).read_text().splitlines()):
-        run = json.loads(line)
-        rows = run["rows"]
-        tuned = [r for r in rows if r["round"] > 0]
-        published = min((r for r in rows if r["round"] == 0), key=lambda r: r["measured_ms"])
-        best = min(rows, key=lambda r: r["measured_ms"])
-        cells = []
-        for words in (("1f1b",), ("interleaved",), ("zb-v",), ("tuned",), ("tuned", "copies"), ("tuned", "flags")):
-            mine = [
-                r for r in rows
-                if r["name"].startswith(words[0]) and all((word in r["name"]) == (word in words) for word in MORE)
-            ]  # fmt: skip
-            if not mine:
-                cells.append("")
-                continue
-            row = min(mine, key=lambda r: r["measured_ms"])
-            errors.append(abs(row["error"]))
-            figure = f"{row['measured_ms']:.1f}"
-            cells.append(f"{f'**{figure}**' if row is best else figure} ({100 * row['error']:+.1f} %)")
-        gain = published["measured_ms"] / best["measured_ms"]
-        # What the tuner promised: the published system and its own best plan, both as they were predicted.
-        promise = min(r["predicted_ms"] for r in rows if r["round"] == 0) / min(r["predicted_ms"] for r in tuned)
-        off = [abs(p / m - 1) for r in rows for p, m in zip(r["predicted_gib"], r["peak_gib"])]
-        gains.append(gain)
-        arrived.append(gain / promise)
-        memories += off
-        hosts = [r["host_us_per_op"][0] for r in rows if r["host_us_per_op"]]
-        host = f"{np.median(hosts):.0f} µs" if hosts else ""
-        memory = f"{100 * np.mean(off):.1f} %" if off else ""
-        lines.append(f"| {run['setup']} | {' | '.join(cells)} | {gain:.2f} | {promise:.2f} | {memory} | {host} |")
-    if not gains:
-        return "no runs"
-    lines += [
-        "",
-        f"step: mean error {100 * np.mean(errors):.1f} %, worst {100 * max(errors):.1f} %",
-        f"over the best published: mean {np.mean(gains):.3f}, least {min(gains):.3f}",
-        f"of the promise: mean {100 * np.mean(arrived):.1f} %, least {100 * min(arrived):.1f} %",
-    ]
-    if memories:
-        lines.append(f"memory: mean error {100 * np.mean(memories):.1f} %, worst {100 * max(memories):.1f} %")
-    return "\n".join(lines)
+def _note_end(path: str, name: str, plan: str, why: str) -> None:
+    """Record a plan whose training ended the ranks, in the line of its set-up."""
+    *before, last = Path(path).read_text().splitlines()
+    record = json.loads(last)
+    if record["setup"] == name:
+        record.setdefault("train", {"plans": []})["plans"].append({"name": plan, "error": " ".join(why.split())})
+        Path(path).write_text("".join(f"{line}\n" for line in (*before, json.dumps(record))))
 
 
 def main() -> None:
@@ -276,8 +313,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=12.5, help="of the multiprocessors, per rank, in percent")
     parser.add_argument("--calls", action="store_true", help="call by call instead of CUDA graphs")
     parser.add_argument("--copies", action="store_true", help="also tuned plans that hold layers twice")
+    parser.add_argument("--train", type=int, default=0, help="steps of training with each plan")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for another one")
-    parser.add_argument("--deadline", type=float, default=1e6, help="start no set-up after so many seconds")
+    parser.add_argument("--deadline", type=float, default=1e6, help="start nothing after so many seconds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it on a CPU")
     parser.add_argument("--out", default="out/users.jsonl")
@@ -314,8 +352,11 @@ def main() -> None:
                 seen = [name for name in left if any(line.startswith(f"{name}: ") for line in heard)]
                 failed = seen[-1] if seen else left[0]
                 print(f"{failed}: {type(error).__name__}: {error}", flush=True)
-                left = left[left.index(failed) + (not args.copies) :]
-                args.copies = False
+                trained = [line for line in heard if line.startswith(f"{failed}: {TRAINING}")]
+                if trained:
+                    _note_end(args.out, failed, trained[-1].partition(TRAINING)[2], str(error))
+                left = left[left.index(failed) + (bool(trained) or not args.copies) :]
+                args.copies = args.copies and bool(trained)
     if target.exists():
         print(tables([args.out]), flush=True)
 

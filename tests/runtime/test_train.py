@@ -35,7 +35,7 @@ from octopipe.runtime.training.data.batches import micro_batches  # noqa: E402
 from octopipe.runtime.training.data.source import shuffled  # noqa: E402
 from octopipe.runtime.training.data.synthetic import SyntheticTokens  # noqa: E402
 from octopipe.runtime.training.data.token_file import TokenFile  # noqa: E402
-from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
+from octopipe.runtime.training.job import StepReport, TrainJob, TrainResult  # noqa: E402
 from octopipe.runtime.training.run_parts import _faster  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -400,3 +400,15 @@ def test_bad_token_files_give_one_line(tmp_path: Path, name: str, content: bytes
     with pytest.raises(OctoPipeError, match=mend) as caught:
         TokenFile(tmp_path / name, vocab=64, seq=8, seed=0).sample(0)
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("warm_up", "middle"), [(2, 4.5), (4, 3.0), (9, 7.0)])
+def test_medians_leave_out_the_first_steps_where_others_are_left(warm_up: int, middle: float) -> None:
+    times = (100.0, 9.0, 8.0, 6.0, 3.0, 3.0)  # two eager steps, one observed, one captured, two replayed
+    reports = tuple(
+        StepReport(step=k, loss=1.0, step_ms=ms, pipeline_ms=ms, bubble_ratio=ms, memory_bytes=(), tokens_per_s=1.0)
+        for k, ms in enumerate(times, 1)
+    )
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, 2)
+    result = TrainResult(plan=plan, reports=reports, first_step=1, parameters=1, warm_up=warm_up)
+    assert (result.step_ms, result.pipeline_ms, result.bubble_ratio) == (middle,) * 3

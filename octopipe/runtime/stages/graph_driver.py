@@ -15,8 +15,8 @@ from typing import Any
 
 from octopipe.runtime.wire.driver import check_code, typed
 
-MEMCPY_NODE = 1
-NODE_KINDS = {0: "kernel", MEMCPY_NODE: "copy", 2: "memset", 5: "empty"}
+MEMCPY_NODE, MEMSET_NODE = 1, 2
+NODE_KINDS = {0: "kernel", MEMCPY_NODE: "copy", MEMSET_NODE: "memset", 5: "empty"}
 
 
 class CopyParams(ctypes.Structure):

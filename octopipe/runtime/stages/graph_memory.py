@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.stages.graph_driver import GraphDriver
+from octopipe.runtime.stages.graph_fills import TYPES, FillDriver, replace_memsets
 from octopipe.runtime.stages.graph_launch import Graph, copy_driver
 from octopipe.runtime.torch_private import current_raw_stream, end_allocating_to_pool
 
@@ -42,9 +43,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class Pool:
     """A private pool of device memory, and the stream that work is captured on."""
 
-    def __init__(self, device: torch.device, driver: GraphDriver | None = None):
-        """`driver` is for the trial of its calls; otherwise the one that passed the trial is used, if it did."""
+    def __init__(self, device: torch.device, driver: GraphDriver | None = None, fills: FillDriver | None = None):
+        """`driver` and `fills` are for the trial of their calls; otherwise those that passed the trial are used, if
+        they did."""
         self._driver = driver or graph_driver(device)
+        self._fills = fills if driver is not None else fill_driver(device)
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
         """All graphs of the pool; torch frees its memory with the last of them."""
@@ -73,6 +76,8 @@ class Pool:
                 self._break_off(graph, generator, drawn)
                 raise
         if driver is not None:
+            if self._fills is not None:
+                replace_memsets(self._fills, graph.raw_cuda_graph(), self._stream)
             graph.instantiate()
         made = Graph(graph, self._stream.device, driver)
         self._kept.append(made)
@@ -115,6 +120,44 @@ def _redirects(driver: GraphDriver, device: torch.device) -> bool:
         made.replay()
         seen.append(target.unique().tolist())
     return seen == [[0.0], [1.0], [0.0]]
+
+
+@functools.cache
+def fill_driver(device: torch.device) -> FillDriver | None:
+    """The driver's calls on memsets if a trial shows that kernels can take their place; else None, and they stay."""
+    driver = graph_driver(device)
+    if driver is None:
+        return None
+    try:
+        fills = FillDriver(driver)
+        return fills if _replaces(driver, fills, device) else None
+    except (OSError, AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def _replaces(driver: GraphDriver, fills: FillDriver, device: torch.device) -> bool:
+    """Whether the memsets between two kernels, and those at the ends of a graph, can be replaced."""
+    stream = _capture_stream(device)
+    with torch.cuda.stream(stream):
+        for dtype in TYPES.values():  # their code is loaded now: not every driver can load it while capturing
+            torch.empty(64, dtype=dtype, device=device).fill_(1)
+    stream.synchronize()
+    seen, cleared, last = (torch.zeros(65, dtype=torch.uint8, device=device) for _ in range(3))
+
+    def body() -> None:
+        fills.memset(stream.cuda_stream, cleared[:64], 3)
+        seen.add_(cleared)
+        fills.memset(stream.cuda_stream, cleared[1:], 255)
+        seen.add_(cleared)
+        fills.memset(stream.cuda_stream, last, 5)
+
+    made, _ = Pool(device, driver, fills).capture(body)
+    made.replay_first()
+    made.replay()
+    first = 2 * (3 + 3)  # no memset but the first one writes the first byte
+    middle, end = 2 * (3 + 255) % 256, (0 + 255 + 255 + 255) % 256
+    told = seen.tolist() == [first, *[middle] * 63, end] and last.unique().tolist() == [5]
+    return told and "memset" not in made.node_counts()
 
 
 def captured_copy(source: Tensor, target: Tensor) -> None:

@@ -381,6 +381,8 @@ class TrainResult:
     stopped_by: int = 0
     """The signal that ended the run before its last step, or 0."""
     evaluations: tuple[EvalReport, ...] = ()
+    warm_up: int = WARM_UP_STEPS
+    """The first steps that do not count as measurements; more than usual where CUDA graphs are captured."""
 
     @property
     def losses(self) -> list[float]:
@@ -388,7 +390,7 @@ class TrainResult:
 
     @property
     def _steady(self) -> tuple[StepReport, ...]:
-        return self.reports[WARM_UP_STEPS:] or self.reports
+        return self.reports[self.warm_up :] or self.reports
 
     @property
     def step_ms(self) -> float:

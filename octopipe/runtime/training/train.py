@@ -45,7 +45,7 @@ from octopipe.runtime.training.data.corpus import Windows
 from octopipe.runtime.training.data.opening import open_source
 from octopipe.runtime.training.evaluate import evaluate
 from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
-from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
+from octopipe.runtime.training.job import WARM_UP_STEPS, EvalReport, Phase, StepReport, TrainJob, TrainResult
 from octopipe.runtime.training.progress import Progress, exchange
 from octopipe.runtime.training.ready import made_ready
 from octopipe.runtime.training.resuming import check_resumable, other_precision, schedule_words, way_on
@@ -262,6 +262,7 @@ class _Run:
             notices=tuple(self.notices),
             stopped_by=self.stopped_by,
             evaluations=tuple(self.evaluations),
+            warm_up=max(WARM_UP_STEPS, self.pipe.executor.ops.warm_up_steps),
         )
 
     def _has_begun(self) -> bool:
