@@ -97,7 +97,7 @@ def _asked(
     weight: Any = shell.get_submodule(name).weight
     ids = example.get("decoder_input_ids", example.get("input_ids", None))
     assert isinstance(ids, Tensor)
-    labels = _labels(ids.shape, torch.arange(min(int(weight.shape[0]), int(text_config(model).vocab_size))))
+    words, shape = torch.arange(min(int(weight.shape[0]), int(text_config(model).vocab_size))), ids.shape
     owner, _, attribute = name.rpartition(".")
     given = _Given(weight)
     setattr(shell.get_submodule(owner), attribute, given)
@@ -109,18 +109,23 @@ def _asked(
 
     inputs = {name: value for name, value in example.items() if value is not None}
 
-    def run() -> Any:
+    def run(labels: Tensor) -> Any:
         with torch.no_grad(), answers.given_by(visit), Unpacked(inputs):
             return shell(**inputs, labels=labels, **quiet(model))
 
-    out = run()
+    try:
+        out = run(labels := _labels(shape, words))
+    except Exception:
+        if len(shape) == 2:
+            raise
+        shape = shape[:2]  # several codes for every position, and one label
+        out = run(labels := _labels(shape, words))
     if given.logits is None or out.logits.numel() != given.logits.numel():
         raise ValueError("its loss is of more logits than its forward gives, or of others")
     # Words that the forward rules out have an infinite loss, which is equal to that of any other function.
     allowed = (out.logits.flatten(0, -2) > torch.finfo(out.logits.dtype).min / 2).all(0)
     if not allowed.all():
-        labels = _labels(ids.shape, allowed.nonzero().flatten())
-        out = run()
+        out = run(labels := _labels(shape, allowed.nonzero().flatten()))
     if not torch.isfinite(out.loss):
         raise ValueError("it is not finite for random logits")
     return out.loss, out.logits, labels

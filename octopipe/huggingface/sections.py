@@ -390,9 +390,9 @@ class _Trace:
 
 
 def _tokens(inputs: Mapping[str, Any]) -> int:
-    """How many tokens a batch asks logits for."""
+    """How many positions a batch asks logits for; codes of several codebooks may share one."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    return ids.numel() if isinstance(ids, Tensor) else 0
+    return ids.shape[:2].numel() if isinstance(ids, Tensor) else 0
 
 
 SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)

@@ -162,6 +162,19 @@ def test_models_of_several_codebooks_are_refused_with_their_number() -> None:
         layers(tiny_config("musicgen"))
 
 
+@pytest.mark.slow
+def test_with_an_example_codes_of_several_codebooks_share_a_label() -> None:
+    model = twin_of("kyutai_speech_to_text", tiny_tower("kyutai_speech_to_text"))
+    ids = torch.randint(4, 8, (5, 7, 3), generator=torch.Generator().manual_seed(1))
+    parts = layers(model, example={"input_ids": ids})
+    wanted = model(input_ids=ids, labels=ids[..., 0], use_cache=False)
+    value: Any = {"input_ids": ids}
+    for module in parts:
+        value = module(value)  # type: ignore[operator]
+    assert torch.equal(value, wanted.logits)
+    assert abs(float((parts.loss_fn(value, ids[..., 0]) - wanted.loss).detach())) < 1e-6
+
+
 def test_a_forward_without_labels_has_no_loss() -> None:
     class Silent(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
