@@ -137,8 +137,10 @@ def stacks(model: nn.Module) -> list[str]:
 
 
 def _can_run(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own; a list of parts has none."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a module has a forward of its own, which a list of parts has not, and is more than one of torch's own
+    operations: a list of those is a part of something (a projector's products), however long it is."""
+    operation = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return type(module).forward is not nn.Module.forward and not operation
 
 
 def _counts(data: Any) -> Iterator[int]:

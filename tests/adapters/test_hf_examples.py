@@ -16,6 +16,7 @@ from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.huggingface import layers  # noqa: E402
 from octopipe.huggingface.examples import example_of  # noqa: E402
 from octopipe.huggingface.inputs import form_of  # noqa: E402
+from octopipe.huggingface.sections import stacks  # noqa: E402
 from octopipe.huggingface.source import build_on_meta  # noqa: E402
 
 FORMS = {
@@ -110,6 +111,14 @@ def test_images_that_are_padding_are_left_out_in_every_piece() -> None:
     for module in layers(model):
         value = module(value)  # type: ignore[operator]
     assert torch.allclose(value, model(**given, use_cache=False).logits, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", some(["qwen3_omni_moe_thinker", "musicgen"]))
+def test_lists_of_torchs_own_operations_are_no_stacks(family: str) -> None:
+    """The projector's products of one, the embeddings of the other: their number may be that of some layers."""
+    config = tiny_config(family) if family == "musicgen" else tiny_tower(family)
+    found = stacks(build_on_meta(config, dtype=torch.float32, attention=None))
+    assert found and all(name.endswith(("layers", "blocks")) for name in found)
 
 
 def test_pieces_leave_the_model_as_it_is() -> None:
