@@ -38,6 +38,8 @@ from octopipe.search.measured_tuning import Outcome, reduced_ms
 from octopipe.simulation.contention import predict
 
 RANKS = 4
+SETUP_S = 900.0
+"""The most that one set-up may take."""
 TRAINING = "training "
 """What the first rank tells about a set-up begins so while one of its plans is trained."""
 
@@ -346,7 +348,8 @@ def main() -> None:
 
             try:
                 share = args.share if args.device == "cuda" else None
-                on_ranks(task, RANKS, args, device=args.device, timeout_s=900, listen=listen, share_percent=share)
+                limit_s = SETUP_S * len(left)
+                on_ranks(task, RANKS, args, device=args.device, timeout_s=limit_s, listen=listen, share_percent=share)
                 break
             except Exception as error:  # the set-up that failed is run without copies or left out; the others go on
                 seen = [name for name in left if any(line.startswith(f"{name}: ") for line in heard)]
