@@ -295,11 +295,12 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note_end(path: str, name: str, plan: str, why: str) -> None:
-    """Record a plan whose training ended the ranks, in the line of its set-up."""
+    """Record a plan whose training ended the ranks in the line of its set-up, unless they did so themselves."""
     *before, last = Path(path).read_text().splitlines()
     record = json.loads(last)
-    if record["setup"] == name:
-        record.setdefault("train", {"plans": []})["plans"].append({"name": plan, "error": " ".join(why.split())})
+    plans = record.setdefault("train", {}).setdefault("plans", [])
+    if record["setup"] == name and plan not in [one["name"] for one in plans]:
+        plans.append({"name": plan, "error": " ".join(why.split())})
         Path(path).write_text("".join(f"{line}\n" for line in (*before, json.dumps(record))))
 
 

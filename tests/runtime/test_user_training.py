@@ -111,3 +111,6 @@ def test_the_table_of_training_leaves_out_what_failed(training: Any) -> None:
     ]
     assert tables.trained_table([{"setup": "small", "train": {"plans": plans}}]) == TABLE
     assert tables.trained_table([{"setup": "small"}]) == ""
+    alone = tables.trained_table([{"setup": "small", "train": {"plans": plans[:1]}}]).splitlines()
+    assert alone[2] == "| small | **200.0** (+5.0 %) |  |  |  |  |  |  | 210.0 |  |  | 15.0 % |"
+    assert not any("published" in line for line in alone[3:]), "without a tuned plan there is no gain"
