@@ -253,6 +253,7 @@ def _record(name: str, tuned: Tuned, args: argparse.Namespace) -> dict[str, Any]
         predicted = predict(kept.plan, profile if row["round"] == 0 else outcome.profile)
         row["final_error"] = reduced_ms(predict(kept.plan, outcome.profile)) / row["measured_ms"] - 1.0
         row["predicted_gib"] = list(predicted.peak_gib)
+        row["stages"] = [[s.first, s.stop, s.rank, s.recompute] for s in kept.plan.stages]
         row["ops_per_rank"] = max(len(order) for order in kept.plan.orders)
         row["reduction_ms"] = round(reduced_ms(predicted) - predicted.makespan_ms, 2)
         row["load"] = round(float(np.sum(kept.ran.op_ms)) / kept.plan.num_ranks / kept.ran.step_ms, 4)
