@@ -38,6 +38,8 @@ from octopipe.search.measured_tuning import Outcome, reduced_ms
 from octopipe.simulation.contention import predict
 
 RANKS = 4
+SETUP_S = 900.0
+"""The most that one set-up may take."""
 TRAINING = "training "
 """What the first rank tells about a set-up begins so while one of its plans is trained."""
 
@@ -251,6 +253,7 @@ def _record(name: str, tuned: Tuned, args: argparse.Namespace) -> dict[str, Any]
         predicted = predict(kept.plan, profile if row["round"] == 0 else outcome.profile)
         row["final_error"] = reduced_ms(predict(kept.plan, outcome.profile)) / row["measured_ms"] - 1.0
         row["predicted_gib"] = list(predicted.peak_gib)
+        row["stages"] = [[s.first, s.stop, s.rank, s.recompute] for s in kept.plan.stages]
         row["ops_per_rank"] = max(len(order) for order in kept.plan.orders)
         row["reduction_ms"] = round(reduced_ms(predicted) - predicted.makespan_ms, 2)
         row["load"] = round(float(np.sum(kept.ran.op_ms)) / kept.plan.num_ranks / kept.ran.step_ms, 4)
@@ -293,11 +296,12 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note_end(path: str, name: str, plan: str, why: str) -> None:
-    """Record a plan whose training ended the ranks, in the line of its set-up."""
+    """Record a plan whose training ended the ranks in the line of its set-up, unless they did so themselves."""
     *before, last = Path(path).read_text().splitlines()
     record = json.loads(last)
-    if record["setup"] == name:
-        record.setdefault("train", {"plans": []})["plans"].append({"name": plan, "error": " ".join(why.split())})
+    plans = record.setdefault("train", {}).setdefault("plans", [])
+    if record["setup"] == name and plan not in [one["name"] for one in plans]:
+        plans.append({"name": plan, "error": " ".join(why.split())})
         Path(path).write_text("".join(f"{line}\n" for line in (*before, json.dumps(record))))
 
 
@@ -346,7 +350,8 @@ def main() -> None:
 
             try:
                 share = args.share if args.device == "cuda" else None
-                on_ranks(task, RANKS, args, device=args.device, timeout_s=900, listen=listen, share_percent=share)
+                limit_s = SETUP_S * len(left)
+                on_ranks(task, RANKS, args, device=args.device, timeout_s=limit_s, listen=listen, share_percent=share)
                 break
             except Exception as error:  # the set-up that failed is run without copies or left out; the others go on
                 seen = [name for name in left if any(line.startswith(f"{name}: ") for line in heard)]

@@ -212,8 +212,11 @@ def _hybrid(sizes: Chunks, config: Any, inner: list[int], pre: bool, post: bool)
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         ),
     )
-    config.num_layers = len(inner)
-    return model(
+    # Megatron-Core 0.16 refuses a stack without layers: one is made, and taken out again.
+    spare = not inner and pattern_word == "hybrid_override_pattern"
+    pattern = "M" if spare else "".join(sizes.pattern[k - 1] for k in inner)
+    config.num_layers = len(pattern)
+    made = model(
         config,
         spec,
         vocab_size=sizes.vocab,
@@ -223,8 +226,11 @@ def _hybrid(sizes: Chunks, config: Any, inner: list[int], pre: bool, post: bool)
         position_embedding_type="none",
         parallel_output=True,
         pg_collection=_groups(),
-        **{pattern_word: "".join(sizes.pattern[k - 1] for k in inner)},
+        **{pattern_word: pattern},
     )
+    if spare:
+        made.decoder.layers = nn.ModuleList()
+    return made
 
 
 def _hybrid_names(norm: Any) -> tuple[Any, Any, Any, str]:

@@ -25,7 +25,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.timed_run import free
 from octopipe.runtime.measure.workload import Workload
-from octopipe.runtime.ranks.rank_process import Seat, described
+from octopipe.runtime.ranks.rank_process import Seat, attributed, described
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.torch_private import default_store
 from octopipe.runtime.training.job import WARM_UP_STEPS, Phase, StepReport, TrainJob
@@ -35,6 +35,8 @@ from octopipe.simulation.contention import predict
 
 GIB = float(1 << 30)
 ADAM_MOMENTS = 2.0
+TOGETHER_S = 20.0
+"""Ranks that are all through with a plan meet within this time."""
 LEARNING_RATE = 1e-4
 """Of Megatron's chunks, whose gradients are not clipped."""
 
@@ -74,7 +76,8 @@ def train_plans(
 ) -> Iterator[dict[str, Any]]:
     """Train the fastest plan of every kind, and yield what is recorded of each (collective).
 
-    A plan that fails is recorded with its reason, and the next one is trained. Nothing begins after the time `until`.
+    A plan that fails is recorded with its reason, and the next one is trained, unless the failure broke the ranks'
+    group: then it is raised after it was yielded. Nothing begins after the time `until`.
     """
     chosen = fastest_of_each(outcome.rows, lambda r: r.name, lambda r: r.ran.step_ms)
     for row in chosen.values():
@@ -92,13 +95,14 @@ def train_plans(
         except Exception as error:  # whatever it is, the other plans are to be trained
             why = described(error)
         free(device)
-        failed = [f"rank {r}: {words}" for r, words in enumerate(_everyones(world, why, timeout_s)) if words]
+        first = _first_failure(world, why, timeout_s)
         record = {"name": row.name, "seconds": round(time.perf_counter() - began, 1)}
         if device.type == "cuda":
             record["left_gib"] = round(torch.cuda.memory_allocated(device) / GIB, 3)
-        if failed:
-            tell(f"{row.name} was not trained: {failed[0]}")
-            yield record | {"error": failed[0]}
+        if first:
+            tell(f"{row.name} was not trained: {first}")
+            yield record | {"error": first}
+            _check_group(world, first)
         else:
             yield record | ({} if found is None else _told(row, before, found, tell))
 
@@ -119,17 +123,43 @@ def with_state(profile: Profile) -> Profile:
     )
 
 
-def _everyones(world: World, words: str, timeout_s: float) -> list[str]:
-    """What every rank says about the plan it trained. It goes through the store: where ranks failed in different
-    places, one of them may still wait in a collective that another one has left."""
+def _first_failure(world: World, words: str, timeout_s: float) -> str:
+    """What the rank that failed first says about the plan; "" where none did. A rank whose failure the others do not
+    notice raises it, so that all end: they would wait for it as long as ranks may wait."""
+    try:
+        said = _everyones(world, f"{time.time():.6f} {words}", TOGETHER_S if words else 2.0 * timeout_s)
+    except RuntimeError:
+        raise OctoPipeError(words or "another rank did not say how the training of this plan ended") from None
+    failed = [(*one.split(" ", 1), rank) for rank, one in enumerate(said) if one.split(" ", 1)[1]]
+    _, first, rank = min(failed, key=lambda one: float(one[0]), default=("", "", 0))
+    return attributed(rank, first) if first else ""
+
+
+def _check_group(world: World, why: str) -> None:
+    """Raise where the ranks' group did not survive a failure: a collective that one rank left while others were in it
+    breaks it, and the next one would wait for ever."""
+    if world.size == 1:
+        return
+    broken = ""
+    try:
+        torch.distributed.monitored_barrier(world.control, timeout=timedelta(seconds=TOGETHER_S))
+    except RuntimeError:
+        broken = "broken"
+    if any(_everyones(world, broken, 2.0 * TOGETHER_S)):
+        raise OctoPipeError(why)
+
+
+def _everyones(world: World, words: str, patience_s: float) -> list[str]:
+    """What every rank says. It goes through the store: where ranks failed in different places, one of them may still
+    wait in a collective that another one has left."""
     if world.size == 1:
         return [words]
-    store, place = default_store(), "octopipe/users/trained"
+    store, place = default_store(), "octopipe/users"
     turn = store.add(f"{place}/{world.rank}", 1)
-    store.set(f"{place}/{turn}/{world.rank}", words or "-")
+    store.set(f"{place}/{turn}/{world.rank}", f"{words}.")  # a store may take an empty value for none
     keys = [f"{place}/{turn}/{r}" for r in range(world.size)]
-    store.wait(keys, timedelta(seconds=2.0 * timeout_s + 60.0))
-    return ["" if found == "-" else found for found in (store.get(key).decode() for key in keys)]
+    store.wait(keys, timedelta(seconds=patience_s))
+    return [store.get(key).decode()[:-1] for key in keys]
 
 
 def _told(row: Row, profile: Profile, found: Trained, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Pipeline:
         transport: str | Transport | None = None,
         timeout_s: float = 300.0,
         side_inputs: Sequence[str] = (),
-        verify: bool = False,
+        verify: bool | Literal["first-step"] = False,
         cuda_graphs: bool = False,
     ):
         """`layers` has one entry per layer of the plan: a module, or a factory, which is called only on the ranks that
@@ -106,7 +106,8 @@ class Pipeline:
         `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` passes to every layer
         with an argument of that name. `verify` compares, in the first step and on every rank, the gradients and loss of
         one micro-batch with plain autograd on the same layers, and raises an error that names a differing parameter.
-        Recomputed layers are compared with their first forward in the first two steps, with `verify` in all.
+        Recomputed layers are compared with their first forward in the first two steps (and rarely afterwards), with
+        `verify=True` in all, which takes time in every step; `verify="first-step"` leaves that out.
 
         `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
@@ -188,7 +189,7 @@ class Pipeline:
         alone = self.plan.num_micro_batches == 1 and self.reducer.idle
         for chain in self.executor.chains.values():
             for stage, recomputes in chain.parts:
-                stage.always_check, stage.may_step_inside = self._verify, alone
+                stage.always_check, stage.may_step_inside = self._verify is True, alone
                 stage.in_step_with_others = world.store() is not None and dist.get_world_size() > world.size
                 if recomputes:
                     stage.check_repeatable()

@@ -17,11 +17,16 @@ from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.costs.table_file import costs_from_record, record_of  # noqa: E402
+from octopipe.models.zoo import preset  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, gather, profile_layers  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.stages import stage as stage_module  # noqa: E402
+from octopipe.runtime.stages.capturable import fixed_reason  # noqa: E402
 from octopipe.runtime.stages.repeatable import LOOKS_AGAIN_AT, digest_of, first_difference, is_noise, sketch  # noqa: E402
 from octopipe.runtime.stages.stage import Stage  # noqa: E402
+from octopipe.runtime.training.job import TrainJob  # noqa: E402
+from octopipe.runtime.training.train import train  # noqa: E402
 from octopipe.search.recompute import recomputing  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
@@ -99,23 +104,55 @@ def test_a_layer_that_says_it_is_not_repeatable_is_refused_before_the_first_step
         Pipeline([Told(3, 3), nn.Linear(3, 3)], plan, lambda y, t: y.mean(), group=World(None))
 
 
-def test_a_difference_after_the_first_steps_is_found_under_verify_alone() -> None:
-    class Late(nn.Module):
-        """The same twice in two steps, then no more."""
+class Late(nn.Module):
+    """The same twice in two steps, then no more."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.factors = nn.Linear(3, 3), itertools.chain([1.0] * 12, itertools.count(2))
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factors = nn.Linear(3, 3), itertools.chain([1.0] * 12, itertools.count(2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) * next(self.factors)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * next(self.factors)
 
+
+@pytest.mark.parametrize("verify", [True, "first-step", False])
+def test_a_difference_after_the_first_steps_is_found_under_verify_alone(verify: Any) -> None:
     plan = recomputing(build_plan("1f1b", CostTable.uniform(num_layers=2), 1, 1))
-    with Pipeline([Late(), nn.Linear(3, 3)], plan, lambda y: y.mean(), group=World(None), verify=True) as pipe:
-        with pytest.raises(OctoPipeError, match=r"layer 0 \(Late\) gives another output when its forward runs again"):
+    with Pipeline([Late(), nn.Linear(3, 3)], plan, lambda y: y.mean(), group=World(None), verify=verify) as pipe:
+        if verify is True:
+            with pytest.raises(
+                OctoPipeError, match=r"layer 0 \(Late\) gives another output when its forward runs again"
+            ):
+                for _ in range(8):
+                    pipe.step([torch.ones(2, 3)])
+        else:
             for _ in range(8):
                 pipe.step([torch.ones(2, 3)])
         assert pipe.step_number > 2
+        reasons = [fixed_reason(chain) for chain in pipe.executor.chains.values()]
+        assert all(("R is compared with F in every step" in reason) == (verify is True) for reason in reasons)
+
+
+def test_training_compares_recomputed_layers_in_its_first_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every step would be slower than the step that was predicted, and no stage that recomputes could be
+    replayed from CUDA graphs."""
+    seen: list[int] = []
+    run = Pipeline.step
+
+    def step(self: Pipeline, *args: Any, **more: Any) -> Any:
+        seen.append(0)
+        return run(self, *args, **more)
+
+    def digest(value: Any) -> Any:
+        seen[-1] += 1
+        return digest_of(value)
+
+    monkeypatch.setattr(Pipeline, "step", step)
+    monkeypatch.setattr(stage_module, "digest_of", digest)
+    spec = preset("llama3-8b").scaled(0.004, num_layers=4)
+    plan = recomputing(build_plan("1f1b", CostTable.uniform(num_layers=len(spec.layers)), 1, 2))
+    assert train(TrainJob(spec=spec, nproc=1, steps=5, plan=plan, seq=8, measure=False)) is not None
+    assert len(seen) == 5 and seen[0] > 0 and seen[1] > 0 and seen[2:] == [0, 0, 0]
 
 
 def test_an_operand_changed_between_i_and_w_is_refused_by_its_parameter() -> None:

@@ -111,3 +111,20 @@ def test_the_table_of_training_leaves_out_what_failed(training: Any) -> None:
     ]
     assert tables.trained_table([{"setup": "small", "train": {"plans": plans}}]) == TABLE
     assert tables.trained_table([{"setup": "small"}]) == ""
+    alone = tables.trained_table([{"setup": "small", "train": {"plans": plans[:1]}}]).splitlines()
+    assert alone[2] == "| small | **200.0** (+5.0 %) |  |  |  |  |  |  | 210.0 |  |  | 15.0 % |"
+    assert not any("published" in line for line in alone[3:]), "without a tuned plan there is no gain"
+
+
+def test_chunks_are_updated_through_float32_master_weights(training: Any) -> None:
+    start, step = torch.linspace(-1.0, 1.0, 9), torch.linspace(-3e-3, 5e-3, 9)
+    parameter, exact = torch.nn.Parameter(start.to(torch.bfloat16)), start.to(torch.bfloat16).float()
+    optimizer, plain = training.MasterAdamW([parameter]), torch.optim.AdamW([exact], lr=training.LEARNING_RATE)
+    for k in range(40):
+        parameter.main_grad = exact.grad = (k + 1) * step
+        optimizer.step()
+        plain.step()
+    # An update is smaller than bfloat16 can add to a weight: only a master weight collects them.
+    assert torch.equal(parameter.detach(), exact.to(torch.bfloat16))
+    assert not torch.equal(parameter.detach(), start.to(torch.bfloat16))
+    assert parameter.grad is None

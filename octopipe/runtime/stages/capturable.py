@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def modules_of(chain: StageChain) -> list[nn.Module]:
 
 
 def fixed_reason(chain: StageChain) -> str:
-    """Why a stage can never be captured, judging by its modules alone; empty if there is no such reason."""
+    """Why a stage can never be captured, judging by what it consists of; empty if there is no such reason."""
+    if any(recomputes and stage.always_check for stage, recomputes in chain.parts):
+        return 'R is compared with F in every step (verify=True; verify="first-step" does so in the first ones)'
     for module in modules_of(chain):
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
@@ -144,15 +147,17 @@ class Watch:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        waits = False
+        waits = ""
         for warning in heard:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
-                waits = True
+                waits = waits or f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}"
             elif "Synchronization debug mode" not in text:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if waits:
-            self.reasons[stage] = "the host waits for values of the device (sizes that depend on the data, .item())"
+            self.reasons[stage] = (
+                f"the host waits for values of the device (sizes that depend on the data, .item()) in {waits}"
+            )
         elif draws.found:
             self.reasons[stage] = f"{draws.found} draws random numbers"
         elif _collectives() != collectives:

@@ -184,7 +184,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
-            verify=True,
+            verify="first-step",
             cuda_graphs=job.replays,
         )
 
