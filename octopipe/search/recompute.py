@@ -6,6 +6,7 @@ recomputation costs (`analytic/`, `price.py`), or systems that decide it themsel
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -71,6 +72,36 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
             if high[r] - low[r] > 1:
                 low[r], high[r] = (low[r], middle[r]) if ok else (middle[r], high[r])
     return recomputing(plan, dict(enumerate(high)))
+
+
+def without_needless_recomputation(plan: Plan, costs: CostTable, timeline: Timeline) -> tuple[Plan, Timeline]:
+    """The plan with no stage recomputed whose activations could be kept without making the step longer or the plan too
+    large, and its timeline. A search does not avoid these: where a rank waits, R costs no time in its simulation. Plans
+    with pairs, paths or activations in host memory stay as they are."""
+    if plan.pairs or plan.forks or plan.offloads:
+        return plan, timeline
+    left = deque(number for number, stage in enumerate(plan.stages) if stage.recompute)
+    refused = 0
+    while refused < len(left):  # without one of them, another one that was needed may not be
+        number = left.popleft()
+        after = simulate(kept := _keeping(plan, number), costs, check=False)
+        if after.fits >= timeline.fits and after.step_ms <= timeline.step_ms:
+            plan, timeline, refused = kept, after, 0
+        else:
+            left.append(number)
+            refused += 1
+    return plan, timeline
+
+
+def _keeping(plan: Plan, number: int) -> Plan:
+    """The plan with one stage that keeps its activations."""
+    stages, orders = list(plan.stages), plan.orders
+    stages[number] = replace(stages[number], recompute=False)
+    return replace(
+        plan,
+        stages=tuple(stages),
+        orders=tuple(tuple(op for op in order if op.kind != "R" or op.stage != number) for order in orders),
+    )
 
 
 def checkpointed_per_stage(plan: Plan, layers: int) -> tuple[int, int]:

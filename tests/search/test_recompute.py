@@ -13,7 +13,9 @@ from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.plans.setting import checkpointed_by_prices
+from octopipe.search.recompute import recomputes, recomputing, without_needless_recomputation
 from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
 
 
@@ -144,3 +146,45 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_their_input_alone(
     (much, names, wanted), (little, same, got) = found
     assert names == same and little < 0.2 * much
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+@pytest.mark.parametrize("system", ["1f1b", "zb-v", "interleaved", "gpipe"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_stage_is_recomputed_whose_activations_could_be_kept(system: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_layers = 16
+    costs = CostTable.uniform(num_layers=num_layers, activation_bytes=100.0, p2p_ms=0.05)
+    costs = costs.replace(forward_ms=rng.uniform(0.5, 2.0, num_layers), boundary_bytes=np.full(num_layers, 1.0))
+    plain = build_plan(system, costs, 4, 8)
+    again = recomputing(plain, head=True)
+    most, least = (max(simulate(plan, costs).peak_bytes) for plan in (plain, again))
+    for memory in (None, most, (most + least) / 2, least):
+        limited = costs if memory is None else costs.replace(rank_memory_bytes=(float(memory),))
+        before = simulate(again, limited)
+        plan, timeline = without_needless_recomputation(again, limited, before)
+        plan.check()
+        checked = simulate(plan, limited)
+        assert (checked.step_ms, checked.fits) == (timeline.step_ms, timeline.fits)
+        assert timeline.fits >= before.fits and timeline.step_ms <= before.step_ms
+        for number, stage in enumerate(plan.stages):  # and each of those that are left is needed
+            if stage.recompute:
+                fewer = replace(
+                    plan, stages=(*plan.stages[:number], replace(stage, recompute=False), *plan.stages[number + 1 :])
+                )
+                fewer = replace(
+                    fewer, orders=tuple(tuple(o for o in r if (o.kind, o.stage) != ("R", number)) for r in plan.orders)
+                )
+                kept = simulate(fewer, limited, check=False)
+                assert not kept.fits or kept.step_ms > timeline.step_ms
+        if memory is None or memory == most:
+            assert not recomputes(plan) and plan.orders == plain.orders
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_with_enough_memory_recomputes_nothing(seed: int) -> None:
+    """Whatever its moves came through: cheap first and last layers, which ranks that wait can recompute for nothing."""
+    costs = CostTable.uniform(num_layers=10, activation_bytes=100.0, p2p_ms=0.02)
+    first_and_last = {"forward_ms": (0.05, 5.0), "input_ms": (0.002, 4.0), "weight_ms": (0.5, 2.0)}
+    times = {name: np.array([a, *getattr(costs, name)[1:-1], b]) for name, (a, b) in first_and_last.items()}
+    costs = costs.replace(**times, boundary_bytes=np.full(10, 1.0), rank_memory_bytes=(1e9,))
+    assert not recomputes(tune(costs, 4, 8, iterations=300, seed=seed, copies=False).plan)

@@ -26,6 +26,7 @@ from octopipe.search.offload import SearchMore, offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed
 from octopipe.plans.plan import Plan
+from octopipe.search.recompute import recomputes, without_needless_recomputation
 from octopipe.search.restricted import TARGETS, FixedSchedules, Target
 from octopipe.search.systems.registry import check_sizes
 from octopipe.search.result import Callback, Found, Progress, Step, TuneResult
@@ -343,7 +344,9 @@ def _finished(
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
-    timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
+        timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
+    else:
+        chosen, timeline = without_needless_recomputation(chosen, costs, found.timeline)
     small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
     if hide is None or found.interrupted or not small:  # Megatron's orders are what they are
         return found, chosen, timeline, mean_ms
@@ -407,17 +410,13 @@ def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
 def _row(step: Step, *, counted: bool) -> dict[str, Any]:
     """One improvement as the plan file stores it. If moves are counted instead of time, the time of the improvement is
     left out."""
-    row = step.as_dict()
-    if counted:
-        del row["seconds"]
-    return row
+    return {name: value for name, value in step.as_dict().items() if not (counted and name == "seconds")}
 
 
 def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
     """The given class of plans, widened so that it contains this plan."""
-    recomputes = any(s.recompute for s in plan.stages)
     return PlanClass(
-        recompute=plans.recompute or recomputes,
+        recompute=plans.recompute or recomputes(plan),
         copies=plans.copies or bool(plan.replicas()),
         cuts_head=plans.cuts_head or bool(plan.shards()),
         offloads=plans.offloads or plan.offloads,
