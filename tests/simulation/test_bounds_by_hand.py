@@ -261,33 +261,15 @@ def test_layers_without_work_take_no_time() -> None:
     assert loads_bound_ms(costs, 2, 4) == work_bound_ms(costs, 2, 4) == 0.0
 
 
-def three_kinds() -> tuple[CostTable, int, list[float]]:
-    """Two ranks, one micro-batch; five layers of 2 ms, which are dealt last, and of 3 ms two, of 5 ms one beside."""
+@pytest.mark.parametrize(("more", "exact"), [(0, True), (-1, False)])
+def test_dealing_is_left_out_beyond_its_number_of_steps(
+    more: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, one micro-batch; five layers of 2 ms, two of 3 ms and one of 5 ms."""
     work = [3.0, 2.0, 2.0, 5.0, 2.0, 2.0, 3.0, 2.0]
     nothing = np.zeros(8)
     costs = CostTable.uniform(num_layers=8).replace(forward_ms=np.array(work), input_ms=nothing, weight_ms=nothing)
-    return costs, (2 + 1) * (1 + 1), work
-
-
-@pytest.mark.parametrize(("more", "exact"), [(0, True), (-1, False)])
-def test_dealing_is_left_out_beyond_its_number_of_states(
-    more: int, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs, states, _ = three_kinds()
-    monkeypatch.setattr(module, "_MAX_STATES", states + more)
-    assert (loads_bound_ms(costs, 2, 1) > work_bound_ms(costs, 2, 1)) is exact
-
-
-@pytest.mark.parametrize(("more", "exact"), [(1, True), (0, False)])
-@pytest.mark.parametrize("slow", [1.0, 0.5])
-def test_dealing_is_left_out_beyond_its_number_of_steps(
-    slow: float, more: int, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs, states, work = three_kinds()
-    costs = costs.replace(rank_slowdown=(slow, slow))
-    room = max(sum(work) / 2, max(work))  # of a rank, in its own time
-    mixes = sum(3.0 * a + 5.0 * b <= room for a in range(3) for b in range(2))
-    monkeypatch.setattr(module, "_MAX_DEALS", (mixes + more) * states * 2)
+    monkeypatch.setattr(module, "_MAX_STEPS", (5 + 1) * (2 + 1) * (1 + 1) * 3 + more)
     assert (loads_bound_ms(costs, 2, 1) > work_bound_ms(costs, 2, 1)) is exact
 
 

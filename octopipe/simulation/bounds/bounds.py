@@ -46,14 +46,13 @@ from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
 from octopipe.simulation.bounds.cut import with_cut_ends, with_least_work
-from octopipe.simulation.bounds.loads import dealable, deals
+from octopipe.simulation.bounds.loads import dealable, steps_of
 from octopipe.simulation.bounds.ramp import Ramp
 from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
 
 Array = NDArray[np.float64]
-_MAX_STATES = 60_000
-_MAX_DEALS = 40_000_000
-"""Steps of one round of dealing (about twenty rounds are made); beyond it the loads bound is the work bound."""
+_MAX_STEPS = 6e6
+"""Of one round of dealing (about fourteen rounds are made); beyond it the loads bound is the work bound."""
 
 
 class PlanClass(NamedTuple):
@@ -260,21 +259,14 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lan
     floor = work_bound_ms(lane, num_ranks, num_micro_batches)
     if kinds.size == 0:
         return floor
-    # The most frequent kind becomes the value of a state, so that it costs no states.
-    main = int(np.argmax(counts))
-    others = np.delete(np.arange(kinds.size), main)
-    if np.prod(counts[others] + 1.0) > _MAX_STATES:
-        return floor
+    if steps_of(counts) > _MAX_STEPS:
+        return floor  # many layers that all differ: the exact answer would take long
     low = high = max(floor, min(slow) * float(work.max()))
-    states = int(np.prod(counts[others] + 1.0))
-    most_deals = _MAX_DEALS // (states * num_ranks)
-    if deals(high / min(slow), kinds[others], counts[others] + 1, most_deals) >= most_deals:
-        return floor  # many layers that all differ: the exact answer would take minutes
-    while not dealable(high, heads, slow, kinds, counts, main, others, first):
+    while not dealable(high, heads, slow, kinds, counts, first):
         low, high = high, high * 1.04
     while high - low > 1e-5 * high:
         middle = 0.5 * (low + high)
-        if dealable(middle, heads, slow, kinds, counts, main, others, first):
+        if dealable(middle, heads, slow, kinds, counts, first):
             high = middle
         else:
             low = middle
