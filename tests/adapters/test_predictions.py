@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from effort import some  # noqa: E402
 from hf_families import tiny_config  # noqa: E402
 from hf_twins import grads_of, make  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
@@ -32,7 +33,6 @@ from octopipe.search.tuner import tune  # noqa: E402
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no prediction layers"
 )
-SLOW = pytest.mark.slow
 FLAGS = ["--steps", "2", "--seq", "12", "--no-measure", "--micro-batches", "2", "--json"]
 
 
@@ -158,8 +158,9 @@ def graph_costs(parts: Any) -> CostTable:
     return costs.replace(graph=LayerGraph(takes=parts.takes), boundary_bytes=np.ones(count))
 
 
-@pytest.mark.parametrize(("size", "tied"), [(2, False), (2, True), (4, False), pytest.param(4, True, marks=SLOW)])
-def test_predictions_on_ranks_have_the_gradients_of_one_process(size: int, tied: bool) -> None:
+@pytest.mark.parametrize("case", some([(2, True), (2, False), (4, False), (4, True)]), ids=str)
+def test_predictions_on_ranks_have_the_gradients_of_one_process(case: tuple[int, bool]) -> None:
+    size, tied = case
     parts = tied_parts(tied)
     costs = graph_costs(parts)
     tuned = tune(costs, size, 4, iterations=200, seed=0, copies=False).plan
@@ -196,7 +197,7 @@ def exact_loss(parts: Any, pieces: list[Any], ids: Any, target: Any) -> Any:
     return total
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_heads_that_are_cut_on_ranks_have_the_gradients_of_one_process(size: int) -> None:
     parts = tied_parts(False)
     costs = graph_costs(parts)
@@ -263,7 +264,7 @@ def test_what_is_left_out_is_told_and_plans_of_it_say_what_to_do(
     assert "octopipe profile --mtp, then tune the profile" in capsys.readouterr().err
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_plan_of_the_config_with_its_predictions_trains_as_one_process_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,7 @@ def test_activations_of_a_path_go_to_host_memory_where_that_is_faster_than_recom
         stash_bytes=np.full(9, 5.0),
         rank_memory_bytes=(55.0,) * 3,
     )
-    without, found = (tune(costs, 3, 8, iterations=150, seed=0, copies=False, offload=asked) for asked in (False, True))
+    without, found = (tune(costs, 3, 8, iterations=60, seed=0, copies=False, offload=asked) for asked in (False, True))
     assert found.plan.offloads and found.plan.forks and found.step_ms < without.step_ms
     timeline = simulate(found.plan, costs)
     assert timeline.fits and timeline.step_ms == found.step_ms >= found.lower_bound_ms

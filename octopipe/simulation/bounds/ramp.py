@@ -67,16 +67,17 @@ class Ramp:
         # Micro-batches of different sizes hold different memory; the argument is not made for them.
         known = factor is None and room > 0 and not (recompute and copies is not None)
         self.room_bytes = room if known else np.inf
-
-    def most_done(self, until_ms: float, room_bytes: float) -> float:
-        """No schedule has done more work by then (in ms of a rank of speed 1)."""
-        costs = self.costs
-        arrays = (
+        self.arrays = (
             self.start, self.forward, self.input, self.fast * self.least * costs.weight_ms,
             self.most * costs.forward_ms, self.most * costs.input_ms, self.most * costs.weight_ms,
             # What a forward inside I brings back for W is left out: less memory, so the bound stays one.
             costs.activation_bytes, np.minimum(costs.stash_bytes, costs.activation_bytes),
         )  # fmt: skip
+        """What the kernels below take."""
+
+    def most_done(self, until_ms: float, room_bytes: float) -> float:
+        """No schedule has done more work by then (in ms of a rank of speed 1)."""
+        costs, arrays = self.costs, self.arrays
         done = min(_per_layer(until_ms, self.fast, self.copies, *arrays[:7]), _tokens(until_ms, 0.0, False, *arrays))
         if not np.isfinite(room_bytes):
             return done
