@@ -150,7 +150,7 @@ class PairedOps:
         return made
 
     def _forward(self, ins: Step, given: Given) -> Prepared:
-        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
+        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []
         if slot is None:
             value, needs = executor.own_input(cell, given.micro_batches)
         else:
@@ -174,7 +174,7 @@ class PairedOps:
         return Prepared(compute, finish)
 
     def _backward(self, ins: Step, given: Given) -> Prepared:
-        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
+        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []
         if slot is not None:
             gradients = executor.transport.take_gradient(slot)
             slot.ended = time.perf_counter()

@@ -70,7 +70,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
         super().__init__(device.type, **options)
         self._pipe = pipe
         if self.is_enabled():
-            self._lazy_init_scale_growth_tracker(device)  # type: ignore[no-untyped-call]
+            self._lazy_init_scale_growth_tracker(device)
             pipe.loss_scale = self.get_scale()
 
     def _unscale_grads_(self, *args: Any, **more: Any) -> dict[torch.device, Tensor]:

@@ -367,7 +367,7 @@ def _like(grad: Tensor, p: Tensor) -> Tensor:
     placements = getattr(grad, "placements", None)
     if placements is None or placements == p.placements:  # type: ignore[attr-defined]
         return grad
-    return grad.redistribute(placements=p.placements)  # type: ignore[attr-defined, no-any-return]
+    return grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
 def _settle(p: nn.Parameter) -> None:

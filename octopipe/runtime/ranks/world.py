@@ -172,7 +172,7 @@ class World:
         name = f"octopipe/replicas/{'-'.join(map(str, members))}"
         store, me = default_store(), dist.get_rank()
         count = store.add(f"{name}/count/{me}", 1)
-        store.set(f"{name}/{count}/{me}", encoded(item))  # type: ignore[arg-type]
+        store.set(f"{name}/{count}/{me}", encoded(item))
         keys = [f"{name}/{count}/{member}" for member in members]
         store.wait(keys, timedelta(seconds=timeout_s))
         return [decoded(store.get(key)) for key in keys]

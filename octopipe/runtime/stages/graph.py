@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.wgrad_ops import Restart
 from octopipe.runtime.torch_private import PythonFunctionNode, engine_run_backward, run_engine
+from octopipe.runtime.typed_function import Function
 
 
 class Enter(Function):
@@ -27,11 +27,11 @@ class Enter(Function):
     """
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def,override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
 
 

@@ -68,7 +68,7 @@ class Rerun(SplitMode):
         self._results.clear()
         self._linears, self._unread, self._node, self._left_out = 0, False, None, False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_traced():
             return func(*args, **(kwargs or {}))
         if func is not F.linear:

@@ -133,7 +133,7 @@ class SplitMode(TorchFunctionMode):
         pop_function_mode()
         self._off = self._own_graph = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo traces this method: inside a compiled layer it must vanish.
         if _is_traced():
             return func(*args, **(kwargs or {}))

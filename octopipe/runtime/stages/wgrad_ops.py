@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.runtime.precision import LOW, gradient_dtype
@@ -24,6 +23,7 @@ from octopipe.runtime.torch_private import (
     grouped_mm,
     will_engine_execute,
 )
+from octopipe.runtime.typed_function import Function, Gradients
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -228,7 +228,9 @@ class Linear(Function):
     """`LinearHook`'s slow twin: where autograd must know what is saved, or nothing else takes a gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, computed)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         w = weight if computed is None else computed
@@ -236,7 +238,7 @@ class Linear(Function):
         return out.detach() if out._is_view() else out
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight, computed = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
         with WithoutFunctionModes():
@@ -283,7 +285,9 @@ class LeftOut(Linear):
     """A linear whose value nobody reads: zeros, with the backward of the product."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, None)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         return x.new_zeros((*x.shape[:-1], weight.shape[0]))
@@ -293,7 +297,9 @@ class Batched(Function):
     """`a @ b` (+ `bias`) where one side is a weight and both are matrices or equal batches of them."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, site, left, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, site: WeightSite, left: bool, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(a, b, computed)
         if computed is not None:
             a, b = (computed, b) if left else (a, computed)
@@ -303,7 +309,7 @@ class Batched(Function):
         return torch.addmm(bias, a, b) if a.ndim == 2 else torch.baddbmm(bias, a, b)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         a, b, computed = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
         ga = gb = None
@@ -327,13 +333,13 @@ class Batched(Function):
 
 class Grouped(Function):
     @staticmethod
-    def forward(ctx, x, w, offs, site):  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, site: WeightSite) -> Tensor:
         ctx.save_for_backward(x, w, offs)
         ctx.site = site
         return grouped_mm(x, w, offs=offs)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, w, offs = ctx.saved_tensors
         site, gw = ctx.site, None
         with WithoutFunctionModes():
@@ -350,13 +356,13 @@ class Grouped(Function):
 
 class Embedding(Function):
     @staticmethod
-    def forward(ctx, ids, weight, padding_idx, site):  # type: ignore[override]
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int, site: WeightSite) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.site, ctx.padding_idx, ctx.rows = site, padding_idx, weight.shape[0]
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         (ids,) = ctx.saved_tensors
         gw = None
         with WithoutFunctionModes():

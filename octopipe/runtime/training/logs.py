@@ -130,7 +130,7 @@ def _board(folder: str) -> Any:
     except (ModuleNotFoundError, ImportError):
         raise OctoPipeError(f"--tensorboard needs the tensorboard library: {INSTALL}") from None
     try:
-        return SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        return SummaryWriter(folder)
     except OSError as error:
         raise OctoPipeError(f"{shown(folder)}: cannot be written ({error.strerror}); name another folder") from None
 

@@ -64,7 +64,7 @@ class Tokenizer:
         if self._fast is not None:
             found = self._fast.token_to_id(token)
             return None if found is None else int(found)
-        return self._slow.get_vocab().get(token)  # type: ignore[no-any-return]
+        return self._slow.get_vocab().get(token)
 
     def _end(self, folder: Path) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
