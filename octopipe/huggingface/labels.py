@@ -60,8 +60,8 @@ class CausalLoss:
             given.pop(ALL_LABELS, None)
         loss = self.function(logits=logits, vocab_size=logits.shape[-1], **given)
         if extra is None or not isinstance(extra, Tensor):
-            return loss  # type: ignore[no-any-return]
-        return loss + self._router_weight * extra.to(loss.device)  # type: ignore[no-any-return]
+            return loss
+        return loss + self._router_weight * extra.to(loss.device)
 
 
 class AlignedLoss:

@@ -178,7 +178,7 @@ class PredictionCut:
         return (*self.trunk.stacks(), *("predictions.layers", "head") * self.model.depth)
 
     def kinds(self) -> tuple[str, ...]:
-        named = map(describe_layer, self.model.predictions.layers.children())  # type: ignore[union-attr, operator]
+        named = map(describe_layer, self.model.predictions.layers.children())  # type: ignore[union-attr]
         return (*self.trunk.kinds(), *(word for name in named for word in (name, "prediction's head and loss")))
 
     def groups(self) -> tuple[int, ...]:

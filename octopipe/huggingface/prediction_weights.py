@@ -90,4 +90,4 @@ def _as_stored(model: WithPredictions) -> Iterator[tuple[str, Tensor]]:
 
 def _copy(module: nn.Module) -> Tensor:
     weight: Any = module.weight
-    return weight.detach().clone()  # type: ignore[no-any-return]
+    return weight.detach().clone()

@@ -58,10 +58,10 @@ class WithPredictions(nn.Module):
         return len(self.predictions.layers)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.main.get_output_embeddings()  # type: ignore[operator, no-any-return]
+        return self.main.get_output_embeddings()  # type: ignore[operator]
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.main.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        return self.main.get_input_embeddings()  # type: ignore[operator]
 
     def _init_weights(self, module: nn.Module) -> None:
         self.main._init_weights(module)  # type: ignore[operator]
@@ -116,7 +116,7 @@ class PredictionLayer(nn.Module):
         ahead = nn.functional.pad(first, (0, 0, 0, shift))[:, shift:]
         places = torch.arange(shift, ahead.shape[1] + shift, device=ahead.device)[None]
         with Unpacked({}):
-            return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)  # type: ignore[no-any-return]
+            return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)
 
     def _stand_ins_on(self, device: torch.device) -> None:
         for name, like in self._missing:
@@ -133,7 +133,7 @@ class PredictionHead(nn.Module):
         self.model = shell
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator, no-any-return]
+        return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator]
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
         """A part of the vocabulary (`runtime/stages/shards.py`)."""
@@ -170,7 +170,7 @@ class PredictionLoss:
             labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
         wanted = ahead_of(labels, self.number + 1)
         counted: Any = {"num_items_in_batch": given.get("num_items_in_batch"), "shift_labels": wanted}
-        return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)  # type: ignore[no-any-return]
+        return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)
 
 
 class ShardedPredictionLoss(ShardedCausalLoss):
@@ -217,7 +217,7 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(main.dtype)  # type: ignore[arg-type]
-        made = MtpModel(main, count)  # type: ignore[arg-type]
+        made = MtpModel(main, count)
     except Exception as error:  # configs that do not say what their prediction layers are
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(
@@ -225,8 +225,8 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
         ) from None
     finally:
         torch.set_default_dtype(before)
-    made._init_weights = main._init_weights  # type: ignore[method-assign, assignment]  # the same kinds of layers
-    made.embed_tokens = None  # type: ignore[assignment]  # its layers are given embeddings
+    made._init_weights = main._init_weights  # the same kinds of layers
+    made.embed_tokens = None  # its layers are given embeddings
     if not any(p.is_meta for p in made.parameters()):
         made.layers.to(next(main.parameters()).device)
         for module in made.layers.modules():

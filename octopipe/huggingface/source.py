@@ -131,7 +131,7 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
             why = " ".join(str(error).split())[:200]
             raise OctoPipeError(f"{cls.__name__} cannot be built from this config: {why}") from None
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
@@ -153,7 +153,7 @@ def inner_model(model: nn.Module) -> nn.Module:
     if not hasattr(found, "config") or not hasattr(found, "_init_weights"):
         raise OctoPipeError(f"{type(model).__name__} is not a transformers model; give one, its config, or its folder")
     _refuse_other_kinds(found.config, type(found).__name__)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def refuse_other_models(model: nn.Module) -> None:

@@ -64,7 +64,7 @@ class Projector(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if not hidden.shape[0]:
             return hidden
-        return self.projector(hidden[:, 1:] if self._drop_first else hidden)  # type: ignore[no-any-return]
+        return self.projector(hidden[:, 1:] if self._drop_first else hidden)
 
 
 class Merge(nn.Module):
@@ -84,8 +84,8 @@ class Merge(nn.Module):
         if found != wanted:
             raise OctoPipeError(f"{wanted} image tokens for {found} image features; give each image its tokens")
         if not wanted:
-            return hidden  # type: ignore[no-any-return]
-        return hidden.masked_scatter(mask.unsqueeze(-1), features.to(hidden.dtype))  # type: ignore[no-any-return]
+            return hidden
+        return hidden.masked_scatter(mask.unsqueeze(-1), features.to(hidden.dtype))
 
 
 class VisionLanguage:
@@ -127,7 +127,7 @@ def _language_model(model: nn.Module) -> nn.Module:
     if type(causal.model) is not type(text):
         raise OctoPipeError(f"the language model {type(text).__name__} has no causal model of its own to be cut like")
     causal.model, causal.lm_head = text, model.lm_head
-    return causal  # type: ignore[no-any-return]
+    return causal
 
 
 def vision_language(model: nn.Module) -> VisionLanguage:

@@ -165,7 +165,7 @@ class Store:
         self.where = shown(folder)
         self._model, self._folder = model, folder
         self._file_of = {key: file for key, file in file_of_keys(folder).items() if wanted(key)}
-        self._mapping: Any = get_model_conversion_mapping(model) if mapping is None else mapping  # type: ignore[arg-type]
+        self._mapping: Any = get_model_conversion_mapping(model) if mapping is None else mapping
         renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
         state = model.state_dict()
@@ -173,9 +173,9 @@ class Store:
         targets_of = {p: c.target_patterns for c in converters for p in c.source_patterns}
         self._sources: dict[str, list[str]] = {}
         for key in self._file_of:
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)  # type: ignore[arg-type]
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)  # type: ignore[arg-type]
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
             targets = [name]
             if pattern is not None and len(targets_of[pattern]) > 1:  # one tensor that becomes several parameters
                 heads = targets_of[pattern]
@@ -200,7 +200,7 @@ class Store:
         with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
             try:
-                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)  # type: ignore[arg-type]
+                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)
                 after = _state(self._model)
                 found = {n: t.detach() for n, t in after.items() if t.device.type != "meta"}
             finally:
@@ -289,7 +289,7 @@ def has_weights(folder: Path) -> bool:
 
 def _parameter(piece: nn.Module, prefix: str, name: str) -> Tensor:
     owner, _, attribute = name[len(prefix) :].rpartition(".")
-    return getattr(piece.get_submodule(owner), attribute)  # type: ignore[no-any-return]
+    return getattr(piece.get_submodule(owner), attribute)
 
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
