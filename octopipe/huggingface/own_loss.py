@@ -132,7 +132,7 @@ def _asked(
 
 
 def _labels(shape: Sequence[int], words: Tensor) -> Tensor:
-    """Random labels below the size of the vocabulary, some of them ignored."""
+    """Random labels among these tokens, some of them ignored."""
     labels = words[torch.randint(0, len(words), tuple(shape), generator=torch.Generator().manual_seed(1))]
     labels[0, :2] = labels[-1, -1] = IGNORED
     return labels

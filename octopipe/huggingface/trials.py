@@ -145,7 +145,7 @@ def _stop(*_: Any) -> None:
 
 
 def _features(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callable[..., Any]:
-    """The model's own function that computes features, and how many rows its result has."""
+    """Wraps the model's own function that computes features: it reports how many rows its result has."""
 
     def features(*args: Any, **kwargs: Any) -> Any:
         out = call(*args, **kwargs)
@@ -159,7 +159,7 @@ def _features(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Cal
 
 
 def _mask(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callable[..., Any]:
-    """The model's own function that finds the tokens which features replace, and the number of rows that it is
+    """Wraps the model's own function that finds the tokens which features replace: it reports how many rows it is
     given."""
     signature = inspect.signature(call)
 
@@ -174,7 +174,7 @@ def _mask(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callabl
 
 
 class _Puts(TorchFunctionMode):
-    """Records how many rows a call has that inserts rows into a sequence of embeddings."""
+    """Reports how many rows a call has that inserts rows into a sequence of embeddings."""
 
     def __init__(self, tell: Callable[[str, int], None]):
         super().__init__()

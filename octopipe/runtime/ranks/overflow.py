@@ -62,10 +62,10 @@ def _groups(world: World) -> Iterator[Any]:
 
 
 class PipelineGradScaler(torch.amp.GradScaler):
-    """torch's GradScaler for the ranks of a pipeline: all of them skip a step, or none."""
+    """torch's GradScaler for the ranks of a pipeline: either all of them skip a step or none."""
 
     def __init__(self, pipe: Any, **options: Any):
-        """`options`: of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...)."""
+        """`options`: options of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...)."""
         device: torch.device = pipe.device
         super().__init__(device.type, **options)
         self._pipe = pipe
