@@ -52,7 +52,8 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(identity + f" end {self.end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Ids of every text; `special`: with what the tokenizer itself puts around a text (a first token, say)."""
+        """The ids of every text; `special`: with the tokens that the tokenizer itself adds around a text (a first
+        token, for example)."""
         if self._fast is not None:
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=special)]
         return [list(self._slow.encode(text, add_special_tokens=special)) for text in texts]
