@@ -22,8 +22,8 @@ from octopipe.runtime.typed_function import Function
 class Enter(Function):
     """The input of a stage as its layers see it: an ordinary tensor inside a graph, in the same memory.
 
-    A leaf would not do: torch forbids to change one in place, `retain_grad` does nothing to it and its gradient is
-    ours to take. The version is shared, so whoever saved that memory notices a change.
+    A leaf would not do: torch does not allow changing a leaf in place, `retain_grad` has no effect on it, and we use
+    its gradient ourselves. The version counter is shared, so whoever saved that memory notices a change.
     """
 
     @staticmethod

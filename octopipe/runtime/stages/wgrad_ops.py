@@ -31,7 +31,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class WeightSite:
-    """Where one use of a weight leaves its gradient: the queue, the parameter, and the view of it."""
+    """Where one use of a weight puts its gradient: the queue, the parameter, and the view of the parameter."""
 
     __slots__ = ("layout", "param", "queue")
 
@@ -41,8 +41,8 @@ class WeightSite:
     def wants(self) -> str:
         """What the backward that runs now does with this weight's gradient: the stage's own adds it ("own").
 
-        A backward inside that one adds it too ("own", as a reentrant checkpoint's), returns it to whoever called
-        `torch.autograd.grad` for it ("returned"), or has no use for it ("none").
+        A backward inside that one adds it too ("own", if it is that of a reentrant checkpoint), returns it to the
+        caller of `torch.autograd.grad` ("returned"), or does not use it ("none").
         """
         queue = self.queue
         if queue.shut:
@@ -123,7 +123,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _adds_wide(view: Tensor, a: Tensor) -> bool:
-    """Whether a product of these operands can be added into the wider `view` by one kernel."""
+    """Whether one kernel can add a product of these operands into the wider `view`."""
     return view.dtype is torch.float32 and a.dtype in LOW and view.is_cuda and _has_wide_products(view.device)
 
 
@@ -140,7 +140,7 @@ def _has_wide_products(device: torch.device) -> bool:
 
 
 def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:
-    """`add_product` of DTensors: the parts' own product, placed as the parameter is."""
+    """`add_product` of DTensors: the product of the local parts, placed as the parameter is."""
     product = a.reshape(-1, a.shape[-1]).mT @ b.reshape(-1, b.shape[-1])
     if product.placements != param.placements:
         product = product.redistribute(placements=param.placements)
@@ -179,16 +179,18 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 
 
 class Restart(BaseException):
-    """Backward inside a forward whose linears went the quick way: the forward must run again, the other way.
+    """Raised by a backward inside a forward whose linears used `LinearHook`: the forward must run again with `Linear`
+    instead.
 
-    Not an Exception, so that a layer's own `except` lets it pass.
+    It is not an Exception, so that an `except` in a layer does not catch it.
     """
 
 
 class LinearHook:
     """Runs before the backward of a linear whose weight takes no gradient from autograd, and queues that gradient.
 
-    The quick way: no code of ours between a layer and torch's own kernels, in forward or backward, but this call.
+    This is the fast way: between a layer and torch's own kernels, in forward and backward, none of our code runs but
+    this call.
     """
 
     __slots__ = ("site", "version", "x")
@@ -225,7 +227,8 @@ class LinearHook:
 
 
 class Linear(Function):
-    """`LinearHook`'s slow twin: where autograd must know what is saved, or nothing else takes a gradient."""
+    """The slower alternative to `LinearHook`, for cases in which autograd must know what is saved, or nothing else
+    takes a gradient."""
 
     @staticmethod
     def forward(
@@ -263,7 +266,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` as one product. Of an x that was transposed `matmul` makes one small product per row, unless the
+    """`x @ matrix` as one product. For an x that was transposed, `matmul` computes one small product per row unless the
     matrix takes a gradient; on a GPU that takes ten times as long."""
     if x.ndim < 3:
         return x @ matrix
@@ -271,7 +274,7 @@ def times(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """`x` so laid out that a linear makes one product of it (see `times`)."""
+    """`x` with a layout for which a linear computes one product (see `times`)."""
     if x.ndim < 3 or not x.numel():
         return x
     shape, stride = x.shape, x.stride()
@@ -282,7 +285,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 class LeftOut(Linear):
-    """A linear whose value nobody reads: zeros, with the backward of the product."""
+    """A linear whose value nobody reads: it returns zeros, with the backward of the product."""
 
     @staticmethod
     def forward(
