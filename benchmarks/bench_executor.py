@@ -21,7 +21,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -132,19 +132,24 @@ def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
                     dist.barrier()
                     twin.step(data, data, reduce_loss=False)
                 placed.append(clock.spent / ops * 1e6)
-        kind = "I and W" if split else "B"
-        # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
-        share = 2 / 3 if split else 1
-        # Other programs' cache misses only ever add: the quiet tenth of the steps is nearer to the truth.
-        for word, pick in (("median", 0.5), ("quiet tenth", 0.1)):
-            picked = (sorted(v)[int(pick * len(v))] for v in (per_op, own, cold, placed, wire))
-            total, hot, waited, there, message = picked
-            out[f"F and {kind}, {word}: executor us per op"] = round(total - share * hot, 1)
-            out[f"F and {kind}, {word}: the same, calls after waits"] = round(total - share * waited, 1)
-            out[f"F and {kind}, {word}: the same, calls timed in place"] = round(total - there, 1)
-            out[f"F and {kind}, {word}: of it gloo's own"] = round(message * messages, 1)
-            calls_us = [round(v, 1) for v in (share * hot, share * waited, there)]
-            out[f"F and {kind}, {word}: the module's own calls"] = calls_us
+        out |= _per_op(split, (per_op, own, cold, placed, wire), messages)
+    return out
+
+
+def _per_op(split: bool, times_us: Sequence[Sequence[float]], messages: float) -> dict[str, Any]:
+    """The rows of one plan. `times_us`, per step: an op, the calls in a loop, after waits and in place, a message."""
+    kind, out = "I and W" if split else "B", dict[str, Any]()
+    # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
+    share = 2 / 3 if split else 1
+    # Other programs' cache misses only ever add: the quiet tenth of the steps is nearer to the truth.
+    for word, pick in (("median", 0.5), ("quiet tenth", 0.1)):
+        total, hot, waited, there, message = (sorted(v)[int(pick * len(v))] for v in times_us)
+        out[f"F and {kind}, {word}: executor us per op"] = round(total - share * hot, 1)
+        out[f"F and {kind}, {word}: the same, calls after waits"] = round(total - share * waited, 1)
+        out[f"F and {kind}, {word}: the same, calls timed in place"] = round(total - there, 1)
+        out[f"F and {kind}, {word}: of it gloo's own"] = round(message * messages, 1)
+        calls_us = [round(v, 1) for v in (share * hot, share * waited, there)]
+        out[f"F and {kind}, {word}: the module's own calls"] = calls_us
     return out
 
 

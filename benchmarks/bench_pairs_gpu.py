@@ -295,17 +295,14 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> None:
 
 
 def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
-    import numpy as np
     import torch
     import torch.distributed as dist
 
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import plan_from_json, plan_to_json
-    from octopipe.runtime.measure.timed_run import TimedRun
     from octopipe.runtime.measure.trial import profile_workload
     from octopipe.runtime.ranks.world import World
     from octopipe.runtime.token_exchange import TokenExchange
-    from octopipe.simulation.contention import predict
 
     began = time.time()
     pp = nproc // EP
@@ -336,34 +333,8 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
     world = World(pipeline)
     profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0, levels=range(1, pp))
     costs = profile.costs
-    segments = costs.segments
-    write(
-        {
-            "F, I, W": [
-                [*np.round(x, 3).tolist()[:2], round(float(x[-1]), 3)]
-                for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)
-            ],
-            "segments": None
-            if segments is None
-            else [segments.forward[1], segments.input[1], segments.slows_compute, segments.slows_exchange],
-            "partial": {
-                k: round(float(t.layer_ms.sum() / costs.layer_ms.sum()), 3) for k, t in profile.partial.items()
-            },
-            "about": {
-                k: profile.about.get(k)
-                for k in (
-                    "rehearsal",
-                    "rehearsal_of_pairs",
-                    "transfers_crowded",
-                    "host_share",
-                    "overlap_slowdown",
-                    "total_seconds",
-                )
-            },
-            "overhead": profile.op_overhead_ms,
-        }
-    )
-    assert segments is not None, "no exchange was found"
+    write(profile_row(profile))
+    assert costs.segments is not None, "no exchange was found"
     # A pipeline's profile does not know of the other pipelines on its device.
     limits = tuple(MEMORY_SHARE * limit / EP for limit in costs.rank_memory_bytes)
     profile = profile.with_costs(costs.replace(rank_memory_bytes=limits))
@@ -384,30 +355,70 @@ def measured(rank: int, nproc: int, args: argparse.Namespace) -> None:
         dist.broadcast_object_list(stop, src=0)
         if stop[0]:
             break
-        paired = plan_from_json(data)
-        both = {"pairs": paired, "without": replace(paired, pairs=frozenset())}
-        made = {key: TimedRun(work, plan, world, profile, timeout_s=60.0) for key, plan in both.items()}
-        for k in range(2 + args.steps):
-            for run in made.values():
-                dist.barrier()
-                run.step(timed=k >= 2)
-        row: dict[str, Any] = {"plan": name, "exchange_share": exchange, "num_pairs": len(paired.pairs)}
-        for key, run in made.items():
-            trial = run.trial()
-            expected = predict(both[key], profile)
-            foreseen = expected.makespan_ms
-            row[key] = {
-                "ms": trial.step_ms, "predicted_ms": foreseen, "error": foreseen / trial.step_ms - 1,
-                "steps_ms": [round(x, 2) for x in trial.steps_ms], "loss": trial.loss,
-                "ops": by_kind(both[key], expected, trial.timeline),
-            }  # fmt: skip
-        row["gain"] = row["without"]["ms"] / row["pairs"]["ms"]
-        row["promised"] = row["without"]["predicted_ms"] / row["pairs"]["predicted_ms"]
-        write(row)
-        for run in made.values():
-            run.close()
+        row = timed_pairs(plan_from_json(data), work, world, profile, args.steps)
+        write({"plan": name, "exchange_share": exchange, **row})
     dist.barrier()
     moved.close()
+
+
+def profile_row(profile: Any) -> dict[str, Any]:
+    """What the profile says of layers, exchanges and the machine."""
+    import numpy as np
+
+    costs = profile.costs
+    segments = costs.segments
+    return {
+        "F, I, W": [
+            [*np.round(x, 3).tolist()[:2], round(float(x[-1]), 3)]
+            for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)
+        ],
+        "segments": None
+        if segments is None
+        else [segments.forward[1], segments.input[1], segments.slows_compute, segments.slows_exchange],
+        "partial": {k: round(float(t.layer_ms.sum() / costs.layer_ms.sum()), 3) for k, t in profile.partial.items()},
+        "about": {
+            k: profile.about.get(k)
+            for k in (
+                "rehearsal",
+                "rehearsal_of_pairs",
+                "transfers_crowded",
+                "host_share",
+                "overlap_slowdown",
+                "total_seconds",
+            )
+        },
+        "overhead": profile.op_overhead_ms,
+    }
+
+
+def timed_pairs(paired: Any, work: Any, world: Any, profile: Any, steps: int) -> dict[str, Any]:
+    """The plan with and without its pairs, timed a step of each in turn, and what was predicted for both."""
+    import torch.distributed as dist
+
+    from octopipe.runtime.measure.timed_run import TimedRun
+    from octopipe.simulation.contention import predict
+
+    both = {"pairs": paired, "without": replace(paired, pairs=frozenset())}
+    made = {key: TimedRun(work, plan, world, profile, timeout_s=60.0) for key, plan in both.items()}
+    for k in range(2 + steps):
+        for run in made.values():
+            dist.barrier()
+            run.step(timed=k >= 2)
+    row: dict[str, Any] = {"num_pairs": len(paired.pairs)}
+    for key, run in made.items():
+        trial = run.trial()
+        expected = predict(both[key], profile)
+        foreseen = expected.makespan_ms
+        row[key] = {
+            "ms": trial.step_ms, "predicted_ms": foreseen, "error": foreseen / trial.step_ms - 1,
+            "steps_ms": [round(x, 2) for x in trial.steps_ms], "loss": trial.loss,
+            "ops": by_kind(both[key], expected, trial.timeline),
+        }  # fmt: skip
+    row["gain"] = row["without"]["ms"] / row["pairs"]["ms"]
+    row["promised"] = row["without"]["predicted_ms"] / row["pairs"]["predicted_ms"]
+    for run in made.values():
+        run.close()
+    return row
 
 
 def exchange_share(costs: Any) -> float:

@@ -33,6 +33,7 @@ from octopipe.plans.plan import KINDS
 from octopipe.runtime.measure.timed_run import TimedRun
 from octopipe.runtime.measure.trial import Workload, on_ranks
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.stages.captured import Captured
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import build, flatten
 from octopipe.search.systems import build_plan
@@ -187,7 +188,6 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     from octopipe.runtime.slots import Cell
-    from octopipe.runtime.stages.captured import Captured
     from octopipe.runtime.stages.chain import StageChain
     from octopipe.runtime.stages.cuda_graphs import GraphedOps
     from octopipe.runtime.stages.graph_memory import graph_driver
@@ -239,22 +239,8 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     elsewhere = rebuilt(value, torch.clone), slope.clone()
     for k in range(100):  # inputs that arrive at another address every time
         once(True, moved, elsewhere if k % 2 == 0 else kept)
-    # The same without the copies of the inputs, and the copy alone: what is left of an op's time is Python.
-    alone: dict[str, list[float]] = {"copy": [], "empty": []}
-    known: dict[str, Captured] = cell.graphs or {}
-    parts: dict[str, Callable[[], None]] = {}
-    for kind in known:
-        parts[f"launch {kind}"] = known[kind].graph.replay
-        parts[f"torch launch {kind}"] = known[kind].graph._graph.replay
-    if "I" in known:
-        parts["copy"] = lambda: known["I"].inputs.fill_gradients([slope])
-    parts["empty"] = lambda: None
-    for _ in range(100):
-        for part, act in parts.items():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            act()
-            alone.setdefault(part, []).append(1e6 * (time.perf_counter() - began))
+    graphs: dict[str, Captured] = cell.graphs or {}
+    alone = parts_alone(graphs, slope)
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begun.record()
@@ -273,16 +259,40 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         "captured": ops.captured,
         "reasons": ops.reasons,
         "copies_inside": graph_driver(device) is not None,
-        "nodes": {kind: one.graph.node_counts() for kind, one in known.items()},
-        "host_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in host.items()},
-        "queued_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in queued.items()},
-        "moved_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in moved.items()},
+        "nodes": {kind: one.graph.node_counts() for kind, one in graphs.items()},
+        "host_us": percentiles(host),
+        "queued_us": percentiles(queued),
+        "moved_us": percentiles(moved),
         "parts_us": {name: round(float(np.median(us)), 2) for name, us in alone.items() if us},
         "ops_ms": span_ms,
         "kernel_ms": kernel_ms,
         "idle_share": 1.0 - kernel_ms / span_ms,
         "kernels": sum(e.count for e in seen.key_averages()) / 5,
     }
+
+
+def percentiles(times_us: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The 10th, 50th and 90th percentile of each kind's times."""
+    return {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in times_us.items()}
+
+
+def parts_alone(graphs: dict[str, Captured], slope: torch.Tensor) -> dict[str, list[float]]:
+    """Launches without the copies of the inputs, and the copy alone: what is left of an op's time is Python."""
+    alone: dict[str, list[float]] = {"copy": [], "empty": []}
+    parts: dict[str, Callable[[], None]] = {}
+    for kind, captured in graphs.items():
+        parts[f"launch {kind}"] = captured.graph.replay
+        parts[f"torch launch {kind}"] = captured.graph._graph.replay
+    if "I" in graphs:
+        parts["copy"] = lambda: graphs["I"].inputs.fill_gradients([slope])
+    parts["empty"] = lambda: None
+    for _ in range(100):
+        for part, act in parts.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            act()
+            alone.setdefault(part, []).append(1e6 * (time.perf_counter() - began))
+    return alone
 
 
 def rebuilt(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:

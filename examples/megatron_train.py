@@ -16,14 +16,20 @@ import octopipe.megatron
 VOCAB, WIDTH, LENGTH, DECODERS, MICRO_BATCHES, STEPS = 64, 64, 16, 6, 4, 12
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")  # Megatron-Core says at length which of its extensions are missing
+def select_device() -> bool:
+    """One GPU per rank if there are enough of them, else CPUs; returns whether it is GPUs."""
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
         octopipe.megatron.use_cpu()
+    return on_gpu
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # Megatron-Core says at length which of its extensions are missing
+    on_gpu = select_device()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

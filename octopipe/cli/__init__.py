@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.dest == "micro_batches" and arg_string.isdecimal() and int(arg_string[:20]) > MAX_MICRO_BATCHES:
             raise argparse.ArgumentError(action, f"{arg_string[:20]} is too many; give at most {MAX_MICRO_BATCHES}")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value == [] and action.nargs == "*":

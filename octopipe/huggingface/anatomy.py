@@ -48,7 +48,7 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """What a trace found."""
+    """The result of a trace: how a model is split, and what its pieces need."""
 
     path: str
     """The layers' list in the model: `model.layers`."""
@@ -70,7 +70,7 @@ class Anatomy:
     """Whether layers' arguments, or what follows the last layer, depend on the tokens themselves."""
 
     def last_use(self, number: int) -> int:
-        """The last layer that takes this carried tensor."""
+        """The last layer that takes this tensor, which travels beside the hidden state."""
         return max(k for k, taken in enumerate(self.takes) if number in taken.values())
 
 
@@ -96,10 +96,11 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes in which phase parameters are used; what follows the last layer runs on meta.
+    """Records which parameters are used before the first and after the last layer, and runs what follows the last layer
+    on the meta device.
 
-    `provenance`: knows what was computed from parameters and layers before. Behind the last layer, nothing of that may
-    be used but the last layer's output (`last`): the head of a pipeline has nothing else.
+    `provenance` knows what was computed from parameters and from earlier layers. After the last layer, only that
+    layer's output (`last`) may be used, because the head of a pipeline receives nothing else.
     """
 
     def __init__(self, names: dict[int, str], provenance: Provenance):
@@ -149,7 +150,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def refuse_random_depth(model: nn.Module) -> None:
-    """Layers that are skipped at random have no place in a plan."""
+    """Reject a model that skips layers at random: a plan runs every layer."""
     dropped = max((float(getattr(m, "layerdrop", 0.0) or 0.0) for m in model.modules()), default=0.0)
     if dropped > 0:
         raise OctoPipeError(
@@ -159,7 +160,7 @@ def refuse_random_depth(model: nn.Module) -> None:
 
 
 def trace(model: nn.Module) -> Anatomy:
-    """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
+    """The anatomy of a model (on `meta` or real); raises a one-line error if the model cannot be split."""
     path, layers = find_layers(model)
     reason = problem = ""
     for returns in range(4):
@@ -177,7 +178,7 @@ def trace(model: nn.Module) -> Anatomy:
 
 
 class _Trace:
-    """One attempt."""
+    """One attempt to trace the forward, with one assumption about what the layers return."""
 
     def __init__(self, model: nn.Module, path: str, count: int, returns: int):
         self.model, self.path, self.count, self.returns = model, path, count, returns
@@ -256,7 +257,7 @@ class _Trace:
         return as_layer_returns(out, self.returns, Beside())
 
     def _moves(self, k: int, i: int, leaf: Any) -> bool:
-        """Whether a leaf must travel with the hidden state; refuses what could not."""
+        """Whether an argument must travel with the hidden state; raises for arguments that cannot."""
         if isinstance(leaf, Tensor):
             if not leaf.requires_grad:
                 if any(name[0] == LAYER for name in self.provenance.of(leaf) if isinstance(name, tuple)):
@@ -293,7 +294,8 @@ class _Trace:
         return len(self.kept) - 1
 
     def _needs_ids(self, shell: nn.Module, answers: LayerAnswers) -> bool:
-        """Whether other tokens give other arguments (embeddings are zeros here, so through them none)."""
+        """Whether the layers' arguments depend on the tokens' values other than through the embeddings, which are zeros
+        here."""
         seen = []
         vocab = int(getattr(text_config(self.model), "vocab_size", 2))
         for ids in (torch.zeros(BATCH, TOKENS, dtype=torch.long), torch.arange(BATCH * TOKENS).view(BATCH, -1) % vocab):

@@ -114,7 +114,7 @@ def _store_of(model: nn.Module, folder: Path | None) -> Values | None:
 def _cut(
     model: nn.Module, weights: Weights | None, device: torch.device | None, example: Mapping[str, Any] | None
 ) -> _Cut | SectionCut | PredictionCut:
-    """One stack of layers is cut as such if it can be; everything else in sections."""
+    """Split the model as one stack of layers if that is possible, and in sections otherwise."""
     if isinstance(model, WithPredictions):
         return _cut_with_predictions(model, weights, device)
     refuse_other_models(model)
@@ -148,7 +148,7 @@ def _cut_with_predictions(
 
 
 class LayerList(list[Factory | nn.Module]):
-    """What `Pipeline` takes, with the model's own loss and names beside."""
+    """The layers for a `Pipeline`, with the model's own loss and the parameters' names in the model."""
 
     def __init__(self, cut: _Cut | SectionCut | PredictionCut):
         super().__init__(cut.pieces())
@@ -158,13 +158,13 @@ class LayerList(list[Factory | nn.Module]):
 
     @cached_property
     def loss_fn(self) -> CausalLoss | PathLosses:
-        """The model's own loss of the last layer's output, see `CausalLoss` for targets; of a model with predictions
-        the losses of all layers that end a path."""
+        """The model's own loss of the last layer's output (see `CausalLoss` for its targets). A model with predictions
+        has one loss for every layer that ends a path."""
         return self._cut.loss()
 
     @cached_property
     def shifted_loss(self) -> ShiftedLoss | PathLosses:
-        """The same against the next tokens themselves."""
+        """The same loss for targets that are the next tokens themselves."""
         if isinstance(self._cut, PredictionCut):
             return self._cut.loss(shifted=True)
         assert isinstance(self.loss_fn, CausalLoss)
@@ -172,45 +172,48 @@ class LayerList(list[Factory | nn.Module]):
 
     @property
     def takes(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+        """For every layer, the layers whose outputs it takes; empty if it takes the output of the layer before it."""
         return self._cut.takes if isinstance(self._cut, PredictionCut) else ()
 
     @property
     def shared(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Of layers that are connected so: which of them share parameters, and how many."""
+        """If layers take other outputs than that of the layer before them: which layers share parameters, and how many
+        parameters."""
         return self._cut.shared if isinstance(self._cut, PredictionCut) else ()
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Parameters of prediction layers that the model's folder does not have, so that they were drawn."""
+        """Parameters of prediction layers that the model's folder does not contain, so that they were initialised at
+        random."""
         return self._cut.fresh if isinstance(self._cut, PredictionCut) else ()
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Per layer: the model's list of layers that it belongs to, `embedding` or `head`."""
+        """For every layer, the model's list of layers that it belongs to, or `embedding`, `passage` or `head`."""
         return self._cut.stacks()
 
     @property
     def example(self) -> Mapping[str, Any] | None:
-        """The batch on which the model's forward was followed; None where it takes tokens alone."""
+        """The batch with which the model's forward was traced; None if the model takes only tokens."""
         found = getattr(self._cut, "example", None)
         return None if found is None or set(found) == {"input_ids"} else found
 
     @property
     def num_tower_layers(self) -> int:
-        """Layers before the piece at which a tower or an encoder joins the decoder; 0: there is none."""
+        """The number of layers before the piece at which a tower or an encoder joins the decoder; 0 if there is
+        none."""
         named = [k for k, name in enumerate(self.stacks) if name not in ("embedding", "passage", "head")]
         before = [k for k in named if self.stacks[k] != self.stacks[named[-1]]] if named else []
         return before[-1] + 1 if before else 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What every layer is: class and type of block."""
+        """For every layer, its class and the type of its block."""
         return self._cut.kinds()
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Layers of one number have equal shapes."""
+        """For every layer, a number that layers of equal shapes share."""
         return self._cut.groups()
 
     @property
@@ -219,21 +222,22 @@ class LayerList(list[Factory | nn.Module]):
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, tied ones once."""
+        """The number of parameters of the whole model; tied parameters count once."""
         return sum(p.numel() for p in self._cut.model.parameters())
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Of every layer; a parameter that both ends use counts at both."""
+        """The number of parameters of every layer; a parameter that both the embedding and the head use counts in
+        both."""
         return self._cut.layer_parameters()
 
     def name_in_model(self, layer: int, name: str) -> str:
-        """A parameter or buffer of a layer of ours by its name in the transformers model."""
+        """The name in the transformers model of a parameter or buffer of one of our layers."""
         return self._cut.prefix(layer) + name.split(".", 1)[1]
 
 
 class _Cut:
-    """One model with its anatomy and, where it is on meta, what fills it."""
+    """One model with its anatomy and, if it is on `meta`, the source of its values."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, weights: Weights | None, device: torch.device | None = None):
         self.model, self.anatomy, self.weights, self.device = model, anatomy, weights, device
@@ -349,7 +353,7 @@ class _Cut:
 
 
 class _Factory:
-    """Makes one piece when a rank asks for it."""
+    """Builds one piece when a rank calls it."""
 
     def __init__(self, cut: _Cut, number: int):
         self._cut, self._number = cut, number

@@ -28,7 +28,7 @@ from octopipe.models.readers.hf_config import from_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfModel:
-    """Has what a `ModelSpec` is asked for where a model is run rather than priced."""
+    """A transformers model with the properties that a `ModelSpec` has for running it; it cannot be priced."""
 
     source: str | dict[str, Any]
     """Path of a config.json or of a model's folder, or a preset's config."""
@@ -71,7 +71,7 @@ class HfModel:
         return len(self.kinds)
 
     def graph(self, static_bytes: Sequence[float] = ()) -> LayerGraph | None:
-        """The connections of its layers, where they are no chain; with what the layers hold, of which the shared
+        """The connections of the layers if they are not a chain. `static_bytes`: what each layer holds, of which shared
         parameters are a part."""
         if not self.takes:
             return None
@@ -95,7 +95,7 @@ class HfModel:
         )
 
     def told(self) -> str:
-        """Whose code runs and where weights come from, in words."""
+        """A description of whose code runs and where the weights come from."""
         weights = "weights of its folder" if self.pretrained else "fresh weights"
         more = "" if self.predictions is None else f" with multi-token prediction (weight {self.predictions:g})"
         return f"transformers' {self.class_name}{more}, {weights}"
@@ -113,8 +113,9 @@ def describe(
     name: str = "",
     predictions: float | None = None,
 ) -> HfModel:
-    """The facts of the model at a path, or of a preset's config; whatever cannot be trained is refused here, before a
-    process starts. `images` and `encoder_seq` concern models with a tower or an encoder, for sequences of `seq`."""
+    """The properties of the model at a path, or of a preset's config. A model that cannot be trained is rejected here,
+    before any process starts. `images` and `encoder_seq` are for models with a tower or an encoder, for sequences of
+    `seq` tokens."""
     given: Any = dict(source) if isinstance(source, Mapping) else Path(source)
     path = given if isinstance(given, Path) else None
     pretrained = path is not None and path.is_dir() and has_weights(path)
@@ -179,7 +180,7 @@ def _names_text_model(config: Any) -> bool:
 
 
 def _dtype(source: Any) -> str | None:
-    """What the file itself says: transformers overwrites a config's own word with what the model was built in."""
+    """The dtype that the config file states: transformers overwrites it with the dtype in which the model was built."""
     file = source
     if isinstance(source, Path):
         file = read_json_object(source / "config.json" if source.is_dir() else source)
@@ -196,7 +197,7 @@ def _hidden(config: Any) -> int:
 
 
 def _pattern(source: Any, parts: LayerList) -> str:
-    """The planner's symbols where it reads this config layer by layer, else a letter per kind of layer."""
+    """The planner's symbols if it reads this config layer by layer, otherwise one letter per kind of layer."""
     behind = "PL" * parts.stacks.count("predictions.layers")
     count = len(parts) - len(behind)
     groups = parts.groups[:count]

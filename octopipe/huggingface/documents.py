@@ -25,7 +25,7 @@ _STATE = re.compile("Mamba|SSM|Recurrent|Rwkv|DeltaNet|LinearAttention|Lightning
 
 
 def cannot_keep_apart(parts: LayerList) -> str:
-    """Why documents of one sample would see each other, in words; "" where they do not."""
+    """The reason why documents of one sample would attend to each other; "" if they do not."""
     cut = parts._cut
     if isinstance(cut, PredictionCut):
         return "its prediction layers take no positions (--mtp)"
@@ -58,6 +58,6 @@ def cannot_keep_apart(parts: LayerList) -> str:
 
 
 def _blocks(mask: Any) -> bool:
-    """Whether the second document's tokens do not see the first one's, and see themselves."""
+    """Whether a mask keeps the second document's tokens from the first document's, but not from each other."""
     seen = mask if mask.dtype is torch.bool else mask > -1e4
     return not bool(seen[..., _HALF:, :_HALF].any()) and bool(seen[..., _HALF:, _HALF:].any())

@@ -59,7 +59,7 @@ MOST_NAMES = 5
 
 
 def takes_more_than_tokens(model: nn.Module) -> bool:
-    """Whether the model's forward has other main inputs than tokens, and a part that takes them."""
+    """Whether the model's forward has main inputs besides tokens, and the model has a part that takes them."""
     names = inputs_of(model)
     config: Any = model.config
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
@@ -73,7 +73,7 @@ def takes_more_than_tokens(model: nn.Module) -> bool:
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:
-    """A batch that the model's forward takes, or one line that asks for an example."""
+    """A batch that the model's forward accepts; raises a one-line error that asks for an example if none is found."""
     config: Any = model.config
     decodes = "decoder_input_ids" in inputs_of(model) and bool(getattr(config, "is_encoder_decoder", False))
     if decodes and getattr(model, "main_input_name", "input_ids") == "input_ids":
@@ -99,7 +99,7 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _unknown(model: nn.Module, problem: str) -> OctoPipeError:
-    """Inputs of no convention that is known here: their names, and what to do."""
+    """An error for inputs that follow no known convention: their names, and what to do."""
     names = [n for n in inputs_of(model) if n not in USUAL_INPUTS and not n.startswith(OUTPUT_CHOICES)]
     more = f" and {len(names) - MOST_NAMES} more inputs" if len(names) > MOST_NAMES else ""
     taken = f"{', '.join(names[:MOST_NAMES])}{more}" if names else "inputs of its own"
@@ -119,14 +119,14 @@ def _ids(model: nn.Module, rows: int = ROWS, tokens: int = TOKENS) -> Tensor:
 
 
 def _decoder_ids(model: nn.Module) -> Tensor:
-    """Tokens of a decoder; one that writes several channels at a time takes them side by side."""
+    """Tokens of a decoder; a decoder that generates several channels at a time takes the channels side by side."""
     config: Any = model.config
     channels = number(getattr(config, "decoder_config", None), ("num_channels",))
     return _ids(model) if channels is None else _ids(model)[..., None].repeat(1, 1, channels)
 
 
 def _page(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Tokens, with their places on a page and the page's image where the model takes both."""
+    """Tokens with their positions on a page, and the page's image if the model takes both."""
     config, names = model.config, inputs_of(model)
     if "bbox" not in names:
         return {"input_ids": ids}
@@ -140,14 +140,14 @@ def _page(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _decoded(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
-    """The batch of an encoder-decoder whose encoder reads features."""
+    """The batch of an encoder-decoder whose encoder takes features."""
     batch = {**media.inputs, "decoder_input_ids": _ids(model)}
     trials.check(batch)
     return batch
 
 
 def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:
-    """The batch of a model that puts features in the places of tokens, or beside them."""
+    """The batch of a model that replaces placeholder tokens by features, or takes features beside the tokens."""
     try:
         return _placed_as(model, media, trials)
     except Exception as error:
@@ -181,7 +181,7 @@ def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tens
 
 
 def _around(model: nn.Module, media: Media, token: int | None, places: int) -> dict[str, Tensor]:
-    """Tokens around so many places of an item in every row."""
+    """In every row, tokens around this number of placeholder tokens of an item."""
     names, words = inputs_of(model), _ids(model)
     marks = [name for name in MARKS if name in names]
     if token is None and not (marks and places):
@@ -198,12 +198,12 @@ def _around(model: nn.Module, media: Media, token: int | None, places: int) -> d
 
 
 def _with_mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch, with its attention mask as long as its tokens where it has one."""
+    """The batch, with an attention mask as long as its tokens if it has a mask."""
     return {**batch, MASK: torch.ones_like(batch["input_ids"])} if MASK in batch else batch
 
 
 def token_of(config: Any, kind: str) -> int | None:
-    """The token that stands for a kind's features, as the config or a part of it names it."""
+    """The placeholder token for a kind of features, as the config or one of its parts names it."""
     for part in parts_of(config):
         for name in (f"{kind}_token_id", f"{kind}_token_index"):
             if getattr(part, name, None) is not None:

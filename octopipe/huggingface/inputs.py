@@ -65,7 +65,7 @@ class InputForm:
     """The encoder's layers, which stand at the beginning."""
 
     def items(self, sequences: int) -> list[int]:
-        """Items of each of a pipeline's sequences; a broken number is spread evenly."""
+        """The number of items in each of a pipeline's sequences; a fractional mean is spread evenly."""
         if self.decodes or self.one_each:
             return [1] * sequences
         if len(self.images) > 1:
@@ -78,8 +78,8 @@ class InputForm:
         return [math.floor((k + 1) * mean + 1e-9) - math.floor(k * mean + 1e-9) for k in range(sequences)]
 
     def typical(self, sequences: int) -> list[int]:
-        """Items of a micro-batch that is measured: as many as there are on average, at least one unless there are
-        none at all."""
+        """The number of items of a micro-batch that is measured: the mean, and at least one unless there are none at
+        all."""
         if self.decodes or self.one_each:
             return [1] * sequences
         mean = sum(self.images) / len(self.images) if self.images else 1.0
@@ -87,7 +87,7 @@ class InputForm:
         return [total // sequences + (k < total % sequences) for k in range(sequences)]
 
     def check_fits(self, seq: int) -> None:
-        """Raise where a sequence cannot hold its items."""
+        """Raise an error if a sequence is too short for its items."""
         most = max(self.images, default=1.0)
         if most * self.places > seq:
             size = " and a smaller --encoder-seq" if self.positions else ""
@@ -126,11 +126,11 @@ class InputForm:
         return {**inputs, **self._values(items, seed, dtype)}, wanted
 
     def ignored(self, count: int) -> int:
-        """Targets of a sequence with so many items that no loss counts."""
+        """The number of targets that no loss counts, in a sequence with this number of items."""
         return 0 if self.decodes else max(count * self.places - 1, 0)
 
     def _values(self, items: Sequence[int], seed: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Features of all items; nothing where the micro-batch has none."""
+        """The features of all items; empty if the micro-batch has no items."""
         total = sum(items)
         if not total:
             return {}
@@ -197,14 +197,14 @@ def form_of(
 
 
 def _tuples(value: Any) -> Any:
-    """Nested lists as tuples."""
+    """Nested lists as nested tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def with_items(
     form: InputForm, config: Any, *, images: tuple[float, ...], encoder_seq: int | None, seq: int, where: str
 ) -> InputForm:
-    """The form with other numbers of items, and items of another size."""
+    """The form with another number of items, or with items of another size."""
     if images and form.decodes:
         raise OctoPipeError(f"{where} is an encoder-decoder, which reads one input per sequence; leave --images out")
     if images and form.one_each:
@@ -225,13 +225,13 @@ def with_items(
 
 
 def _merged(form: InputForm) -> int:
-    """Patches of an image that become one token."""
+    """The number of patches of an image that become one token."""
     _, high, wide = form.numbers[GRID]
     return int(high * wide // (form.places - (form.before is not None)))
 
 
 def _of_any_size(form: InputForm, patches: int) -> InputForm:
-    """Images of so many patches: as square as their number allows."""
+    """Images of this number of patches, as square as the number allows."""
     each = _merged(form)
     merge, cells = math.isqrt(each), patches // each
     high = next((h for h in range(math.isqrt(max(cells, 1)), 0, -1) if cells and cells % h == 0), 0)

@@ -28,22 +28,22 @@ ALL_LABELS = "num_labels_in_batch"
 
 
 class CausalLoss:
-    """`loss_fn(output, target)` in the model's own terms.
+    """`loss_fn(output, target)` with the model's own loss function.
 
-    `target`: labels as transformers takes them (as long as the tokens; the model shifts them), or a dict of `labels`
-    or `shift_labels` (shifted already) and maybe `num_items_in_batch`. A model that trains its routers adds its
+    `target`: labels as transformers takes them (as long as the tokens; the model shifts them), or a dict with `labels`
+    or `shift_labels` (already shifted) and optionally `num_items_in_batch`. A model that trains its routers adds its
     auxiliary loss.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Tensor] | None = None):
-        """`function`: what the model's forward computes, where that is not its `loss_function`."""
+        """`function`: the loss that the model's forward computes, if that is not its `loss_function`."""
         self.function: Any = function or model.loss_function
         text = text_config(model)
         weights = (getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_alpha"))
         self._router_weight = float(next((w for w in weights if w is not None), 0.0))
 
     def of_shards(self) -> ShardedCausalLoss:
-        """The same made of the shards of a cut head."""
+        """The same loss, computed from the shards of a split head."""
         if getattr(self.function, "__name__", "") != "ForCausalLMLoss":
             raise OctoPipeError(
                 "the model has a loss of its own, which is not made of shards; use a plan with a whole head"
@@ -60,12 +60,13 @@ class CausalLoss:
             given.pop(ALL_LABELS, None)
         loss = self.function(logits=logits, vocab_size=logits.shape[-1], **given)
         if extra is None or not isinstance(extra, Tensor):
-            return loss  # type: ignore[no-any-return]
-        return loss + self._router_weight * extra.to(loss.device)  # type: ignore[no-any-return]
+            return loss
+        return loss + self._router_weight * extra.to(loss.device)
 
 
 class AlignedLoss:
-    """The mean cross-entropy against labels that stand where their logits do: what encoder-decoders train with."""
+    """The mean cross-entropy against labels at the positions of their logits, with which encoder-decoders are
+    trained."""
 
     def __call__(
         self,
@@ -79,20 +80,12 @@ class AlignedLoss:
     ) -> Tensor:
         wanted = labels if labels is not None else shift_labels
         assert wanted is not None  # `CausalLoss` has asked for one of them
-        flat = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        items = counts.get(ALL_LABELS, num_items_in_batch)
-        loss = nn.functional.cross_entropy(
-            flat.reshape(-1, vocab_size),
-            wanted.reshape(-1).to(logits.device),
-            ignore_index=IGNORED,
-            reduction="mean" if items is None else "sum",
-        )
-        return loss if items is None else loss / items
+        return _mean_loss(logits, wanted, vocab_size, counts.get(ALL_LABELS, num_items_in_batch))
 
 
 class HandLoss:
-    """The mean cross-entropy against the next tokens as some forwards compute it by hand: with smoothed labels, and of
-    the last logits where there are more of them than labels (those of image tokens stand before the text's)."""
+    """The mean cross-entropy against the next tokens as some forwards compute it by hand: with smoothed labels, and
+    from the last logits if there are more logits than labels (those of image tokens precede those of the text)."""
 
     def __init__(self, smoothing: float = 0.0):
         self.smoothing = smoothing
@@ -110,25 +103,33 @@ class HandLoss:
             assert labels is not None  # `CausalLoss` has asked for one of them
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         text = logits[:, -shift_labels.shape[1] :]
-        loss = nn.functional.cross_entropy(
-            (text.float() if text.dtype in (torch.float16, torch.bfloat16) else text).reshape(-1, vocab_size),
-            shift_labels.reshape(-1).to(logits.device),
-            ignore_index=IGNORED,
-            label_smoothing=self.smoothing,
-            reduction="mean" if num_items_in_batch is None else "sum",
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return _mean_loss(text, shift_labels, vocab_size, num_items_in_batch, self.smoothing)
+
+
+def _mean_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, items: Tensor | int | None, smoothing: float = 0.0
+) -> Tensor:
+    """The cross-entropy in at least float32: the sum over labels divided by `items`, or their mean if that is None."""
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    loss = nn.functional.cross_entropy(
+        wide.reshape(-1, vocab_size),
+        labels.reshape(-1).to(logits.device),
+        ignore_index=IGNORED,
+        label_smoothing=smoothing,
+        reduction="mean" if items is None else "sum",
+    )
+    return loss if items is None else loss / items
 
 
 class ShiftedLoss(CausalLoss):
-    """The same for targets that are the next tokens already: a tensor is taken as `shift_labels`."""
+    """The same loss for targets that are already the next tokens: a tensor is taken as `shift_labels`."""
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         return super().__call__(output, {"shift_labels": target} if isinstance(target, Tensor) else target)
 
 
 class ShardedCausalLoss(MeanCrossEntropy):
-    """transformers' causal loss (`ForCausalLMLoss`), made of the losses of single tokens."""
+    """transformers' causal loss (`ForCausalLMLoss`), computed from the losses of single tokens."""
 
     def __init__(self, *, shifted: bool):
         super().__init__(IGNORED)
@@ -138,7 +139,7 @@ class ShardedCausalLoss(MeanCrossEntropy):
         return self.next_tokens(target).reshape(-1)
 
     def next_tokens(self, target: Any) -> Tensor:
-        """The label of every token's next one."""
+        """The label of the token that follows every token."""
         given = {("shift_labels" if self._shifted else "labels"): target} if isinstance(target, Tensor) else target
         found: Tensor | None = given.get("shift_labels")
         return found if found is not None else nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
@@ -157,12 +158,13 @@ def micro_batches(
     *,
     num_items: Tensor | int | None = None,
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """A batch as transformers' Trainer makes it, as inputs and targets of `count` micro-batches (as equal as they
-    can be). The mean of their losses is the loss of the batch, however labels are spread.
+    """A batch as transformers' Trainer makes it, as the inputs and targets of `count` micro-batches of nearly equal
+    size. The mean of their losses is the loss of the batch, however the labels are distributed over them.
 
-    A list of batches is taken as the micro-batches themselves: for models whose inputs are not one row per sequence
-    (images, audio). `num_items`: labels that count in the whole step, where that is more than this batch (data
-    parallelism: the mean over replicas); default: those of this batch that are not -100 and have a token before them.
+    A list of batches is taken as the micro-batches themselves, for models whose inputs do not have one row per sequence
+    (images, audio). `num_items`: the number of labels that count in the whole step, if the step has more than this
+    batch (with data parallelism: the mean over replicas). By default it is the number of labels of this batch that are
+    not -100 and follow another token.
     """
     parts = list(batch) if isinstance(batch, Sequence) else _split(batch, count)
     if count is not None and count != len(parts):
@@ -183,7 +185,7 @@ def micro_batches(
 
 
 def _split(batch: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
-    """The rows of a batch as so many batches."""
+    """The rows of a batch as `count` batches."""
     labels = batch.get("labels")
     others = [k for k, v in batch.items() if isinstance(v, Tensor) and k != "labels"]
     if not isinstance(labels, Tensor) or not others:

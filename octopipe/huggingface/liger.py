@@ -23,7 +23,7 @@ WORDS = (*ATTENTION, "liger", *TAKEN)
 
 
 def choice(words: Sequence[str]) -> tuple[str | None, bool]:
-    """transformers' name of an attention (None: its default), and whether Liger is wanted."""
+    """transformers' name of an attention implementation (None: its default), and whether Liger's kernels are used."""
     named = [word for word in words if word in ATTENTION]
     if len(named) > 1:
         raise OctoPipeError(f"--kernels {','.join(named)}: one of them runs attention; give one")
@@ -31,10 +31,8 @@ def choice(words: Sequence[str]) -> tuple[str | None, bool]:
 
 
 def apply(model: nn.Module) -> None:
-    """Put Liger's kernels into this model; its loss stays the model's own, because the head runs on one rank alone.
-
-    Rotary positions stay the family's, too: Liger replaces those for every model of the process.
-    """
+    """Use Liger's kernels in this model. Its loss does not change, because the head runs on one rank only, and neither
+    do rotary positions, because Liger replaces those for every model of the process."""
     kind = getattr(model.config, "model_type", "")
     try:
         package: Any = importlib.import_module("liger_kernel.transformers")

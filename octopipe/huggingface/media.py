@@ -60,7 +60,7 @@ def inputs_of(model: nn.Module) -> Mapping[str, Any]:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """A config and all configs inside it; that of the text comes last."""
+    """A config and all configs inside it; that of the text model comes last."""
     yield config
     names = sorted(getattr(config, "sub_configs", None) or (), key=lambda name: "text" in name)
     for name in names:
@@ -70,7 +70,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def media_of(model: nn.Module) -> Iterator[Media]:
-    """Every form in which the model may take an image or a recording, likely ones first."""
+    """Every form in which the model may take an image or a recording, the likely ones first."""
     names, dtype = inputs_of(model), dtype_of(model)
     config: Any = model.config
     pixels = next((name for name in PIXELS if name in names), None)
@@ -96,7 +96,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def number(part: Any, names: Sequence[str]) -> int | None:
-    """The first of these config fields that is a whole number, or a list of them."""
+    """The first of these config fields that is a whole number or a list of them."""
     for name in names:
         value = getattr(part, name, None)
         value = value[0] if isinstance(value, list | tuple) and value else value
@@ -106,7 +106,7 @@ def number(part: Any, names: Sequence[str]) -> int | None:
 
 
 def _described(config: Any, words: Sequence[str], fields: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The parts of a config that have one of these fields, those whose type has one of the words first."""
+    """The parts of a config that have one of these fields; those whose type contains one of the words come first."""
     found = [part for part in parts_of(config) if any(number(part, (name,)) for name in fields)]
     named = [part for part in found if any(word in str(getattr(part, "model_type", "")) for word in words)]
     kind = "video" if getattr(config, "image_token_index", None) is None and _takes_videos(config) else "image"
@@ -120,7 +120,7 @@ def _takes_videos(config: Any) -> bool:
 
 
 def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
-    """Shapes of the pixels, with the inputs that say how patches lie."""
+    """Shapes of the pixels, with the inputs that state how the patches are arranged."""
     channels = number(part, CHANNELS) or 3
     patch = number(part, ("patch_size",)) or 1
     deep = number(part, ("temporal_patch_size", "patch_temporal")) or 1
@@ -169,7 +169,7 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _pooled(part: Any, width: int) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
-    """Images of one crop, as rows of patches with a list of those that each token of the image pools."""
+    """Images of one crop as rows of patches, with the list of the patches that each token of the image pools."""
     size, patch = number(part, ("image_size",)) or 0, number(part, ("patch_size",)) or 1
     side = size // patch
     if side < 2:
@@ -188,7 +188,7 @@ def _pooled(part: Any, width: int) -> Iterator[tuple[tuple[int, ...], dict[str, 
 def _companions(
     names: Mapping[str, Any], shape: tuple[int, ...], part: Any, config: Any, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """The inputs that go with pixels of a shape, fewer and fewer of them."""
+    """The inputs that accompany pixels of a shape, in decreasing number."""
     given: dict[str, Tensor] = {}
     size = number(part, SIDES)
     if "image_sizes" in names:
@@ -211,7 +211,7 @@ def _companions(
 
 
 def _mask_shapes(shape: tuple[int, ...], part: Any) -> Iterator[tuple[int, ...]]:
-    """What a mask may cover: images or patches of a row, pixels, the patches of an image."""
+    """The shapes of masks over images, over the patches of a row, over pixels, or over the patches of an image."""
     if len(shape) >= 4:
         yield (*shape[:-3], *shape[-2:])
     if len(shape) in (3, 5):
@@ -224,7 +224,7 @@ def _mask_shapes(shape: tuple[int, ...], part: Any) -> Iterator[tuple[int, ...]]
 
 
 def _flattened(config: Any, dtype: torch.dtype) -> Iterator[Media]:
-    """Patches that begin with their row and their column (Pix2Struct)."""
+    """Patches that begin with the numbers of their row and column (Pix2Struct)."""
     for part in parts_of(config):
         width = number(part, ("patch_embed_hidden_size",))
         if width is not None:
@@ -235,7 +235,7 @@ def _flattened(config: Any, dtype: torch.dtype) -> Iterator[Media]:
 
 
 def _samples(name: str, padded: bool, dtype: torch.dtype) -> Iterator[Media]:
-    """Recordings as samples, of several lengths: one of them is a whole number of frames."""
+    """Recordings as samples, of several lengths, one of which is a whole number of frames."""
     for samples in (4096, 16384, 16000):
         for shape in ((ROWS, samples), (ROWS, 1, samples)):
             inputs = {name: torch.full(shape, VALUE, dtype=dtype)}

@@ -35,7 +35,7 @@ def uses_its_loss_function(model: nn.Module) -> bool:
 
 
 def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any) -> CausalLoss:
-    """The loss of the model's forward; `returns(layer)`: how many results its layers return."""
+    """The loss that the model's forward computes; `returns(layer)` is the number of results that a layer returns."""
     if "labels" not in inputs_of(model):
         raise OctoPipeError(
             f"{type(model).__name__} computes no loss: its forward takes no labels; give Pipeline a loss of your own "
@@ -72,7 +72,7 @@ def _refusal(model: nn.Module, why: str) -> OctoPipeError:
 
 
 class _Given(nn.Module):
-    """In the place of the projection to the vocabulary: gives the same logits whatever it is asked."""
+    """Replaces the projection to the vocabulary and returns the same logits for every input."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -90,7 +90,7 @@ class _Given(nn.Module):
 def _asked(
     model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss that the forward computes of random logits, with these logits and labels."""
+    """The loss that the forward computes from random logits and labels, with these logits and labels."""
     shell, answers = shell_of_zeros(model, paths)
     shell.eval()
     name = _projection(shell)
@@ -132,15 +132,15 @@ def _asked(
 
 
 def _labels(shape: Sequence[int], words: Tensor) -> Tensor:
-    """Random ones of these words, some of them ignored."""
+    """Random labels among these tokens, some of them ignored."""
     labels = words[torch.randint(0, len(words), tuple(shape), generator=torch.Generator().manual_seed(1))]
     labels[0, :2] = labels[-1, -1] = IGNORED
     return labels
 
 
 def _projection(shell: nn.Module) -> str:
-    """The name of the projection to the vocabulary: what the model says, or else its last matrix with so many rows, or
-    with so many for each of several channels."""
+    """The name of the projection to the vocabulary: the one that the model names, otherwise its last matrix with as
+    many rows as the vocabulary, or with that many for each of several channels."""
     said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
     vocab = text_config(shell).vocab_size
     # An embedding that a model names here is used as a matrix, beside its own forward.

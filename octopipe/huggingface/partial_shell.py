@@ -18,7 +18,7 @@ from octopipe.huggingface.weights import Weights, allocated
 
 
 class PartialShell(NamedTuple):
-    """A model whose layers are stand-ins, with what the piece around it needs."""
+    """A model whose layers are stand-ins, with the parameters that the piece around them needs."""
 
     model: nn.Module
     answers: LayerAnswers
@@ -35,8 +35,8 @@ def partial_shell(
     weights: Weights | None,
     device: torch.device | None,
 ) -> PartialShell:
-    """A shell of the model with the layers at `paths` left out that holds the parameters `mine`. `names`: all names of
-    a parameter, by its identity. `weights`: what fills it; None: it uses the model's own parameters."""
+    """A shell of the model, without the layers at `paths`, that holds the parameters `mine`. `names`: all names of a
+    parameter, by its id. `weights`: the source of its values; None: it uses the model's own parameters."""
     missing: list[Tensor] = []
 
     def tensor(_: str, old: Tensor) -> Tensor:

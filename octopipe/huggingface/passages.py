@@ -45,7 +45,7 @@ class Passage(nn.Module):
         missing: list[tuple[str, Tensor]],
         routers: Routers | None = None,
     ):
-        """`missing`: parameters that belong to other passages, of which this one needs shapes alone."""
+        """`missing`: parameters of other passages, of which this passage needs only the shapes."""
         super().__init__()
         self.model = shell
         self._routers = routers
@@ -65,7 +65,7 @@ class Passage(nn.Module):
         try:
             with self._answers.given_by(run.visit), Unpacked(given):
                 if self._routers is not None and is_last:
-                    with self._routers.saying(self.model, travel.get("routers", {})):
+                    with self._routers.returning(self.model, travel.get("routers", {})):
                         out = self.model(**given, **{**self._quiet, "output_router_logits": True})
                     return out.logits, out.aux_loss
                 out = self.model(**given, **self._quiet)
@@ -98,7 +98,8 @@ class Passage(nn.Module):
 
 
 class _Run:
-    """One run of the model's forward in a passage: what its layers return, and what they are called with."""
+    """One run of the model's forward in a passage: it provides the layers' results and records the layers'
+    arguments."""
 
     def __init__(self, sections: Sections, number: int, travel: Travel):
         self._sections, self._number, self._travel = sections, number, travel
@@ -130,7 +131,8 @@ class _Run:
         return returned(out, sections.returns[layer], g)
 
     def _next(self, layer: int) -> int:
-        """Which visit this is: later than the last, and of this layer; stacks in between are left out."""
+        """The number of this visit: the next one, after the latest visit, of this layer. Stacks that the batch does not
+        run are skipped."""
         for g in range(self._at + 1, len(self._sections.visits)):
             if self._sections.visits[g] == layer:
                 return g
@@ -163,7 +165,7 @@ class _Run:
         self._call_of.append(known)
 
     def _sign(self, g: int, i: int, leaf: Any) -> Any:
-        """What stands for an argument while it travels."""
+        """The placeholder for an argument while it is sent from piece to piece."""
         sections = self._sections
         if isinstance(leaf, Aside):
             return ("#aside", g - leaf.visit, leaf.place)
@@ -179,7 +181,7 @@ class _Run:
         return leaf if isinstance(leaf, (SENT, dict | list)) else ("#own", i)
 
     def departing(self) -> Travel:
-        """What travels on from here."""
+        """Everything that is sent to the next piece."""
         sections, number = self._sections, self._number
         inputs = self._travel["inputs"]
         later = frozenset[str]().union(*sections.values[number + 1 :])
@@ -204,7 +206,7 @@ class _Run:
 
 
 class Visit(nn.Module):
-    """One of the model's layers, called as the model calls it."""
+    """One of the model's layers, called with the arguments that the model gives it."""
 
     def __init__(self, layer: nn.Module, sections: Sections, number: int, routers: Routers | None = None):
         super().__init__()
@@ -245,7 +247,7 @@ class Visit(nn.Module):
         if self._routers is None:
             out = self.layer(*args, **kwargs)
         else:
-            with self._routers.listening(self.layer) as heard:
+            with self._routers.recording(self.layer) as heard:
                 out = self.layer(*args, **kwargs)
             said = {f"router_{g}_{i}": logits for i, logits in enumerate(heard)}
             travel["routers"] = {**travel.get("routers", {}), **said}
@@ -285,7 +287,7 @@ def _places(key: str) -> tuple[int, int]:
 
 
 def _replaced(call: Any, meant: Any) -> Any:
-    """A call with its signs replaced by what they stand for."""
+    """A call whose placeholders are replaced by the values that they stand for."""
     if isinstance(call, tuple) and call and isinstance(call[0], str) and call[0].startswith("#"):
         return meant(call)
     if isinstance(call, dict):
@@ -296,12 +298,12 @@ def _replaced(call: Any, meant: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, and of equal types: 1, 1.0 and True are not the same argument."""
+    """Whether two calls are equal and of equal types: 1, 1.0 and True are different arguments."""
     return repr(a) == repr(b)
 
 
 def _thinned(item: Any, wanted: bool) -> Any:
-    """An input of which later passages need the value, or its shape and dtype alone."""
+    """An input as later passages need it: with its values, or only its shape and dtype."""
     if wanted or not isinstance(item, Tensor) or not item.is_floating_point():
         return item
     return ("#like", tuple(item.shape), item.dtype, item.new_zeros(0))

@@ -53,7 +53,8 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 
 
 class Recorder:
-    """Every layer's arguments, by shape, from the model's own forward without its layers. One per rank."""
+    """The arguments of every layer, by the shape of the batch, from the model's own forward without its layers. There
+    is one recorder per rank."""
 
     octopipe_no_state = True  # caches that depend on shapes alone (`runtime/stages/places.py`)
 
@@ -66,7 +67,7 @@ class Recorder:
         self._recent: tuple[Any, list[Tensor], list[Any]] | None = None
 
     def arguments(self, layer: int, hidden: Tensor, dtype: torch.dtype, side: Mapping[str, Tensor]) -> Any:
-        """Leaves, structure and place of the hidden state for one layer."""
+        """The flattened arguments of one layer, their structure, and the position of the hidden state among them."""
         d = self._anatomy.batch_dim
         key = (hidden.shape[d], hidden.shape[d + 1], hidden.device, dtype)
         if not side:
@@ -112,7 +113,7 @@ class Recorder:
 
 
 class Embed(nn.Module):
-    """Everything before the first layer."""
+    """Everything that precedes the first layer."""
 
     def __init__(self, shell: nn.Module, answers: LayerAnswers, anatomy: Anatomy):
         super().__init__()
@@ -132,7 +133,8 @@ class Embed(nn.Module):
         return {"hidden": leaves[at], **beside} if beside else leaves[at]
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
-        """A part of the vocabulary, zero for all other tokens, so that the shards' hidden states add up."""
+        """The embedding of a part of the vocabulary, zero for all other tokens, so that the sum over the shards is the
+        whole embedding."""
         out = self.model.get_input_embeddings()  # type: ignore[operator]
         paths = [name for name, module in self.named_modules() if module is out]
         if not paths or not isinstance(out, nn.Embedding):
@@ -156,7 +158,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """One of the model's layers, called as the model calls it."""
+    """One of the model's layers, called with the arguments that the model gives it."""
 
     def __init__(self, layer: nn.Module, number: int, anatomy: Anatomy, recorder: Recorder, routers: Any = None):
         super().__init__()
@@ -176,7 +178,7 @@ class Block(nn.Module):
         for i, number in self._takes.items():
             leaves[i] = beside[f"carried_{number}"]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        with self._listening() as heard:
+        with self._recording() as heard:
             out = self.layer(*args, **kwargs)
         out = out[0] if isinstance(out, tuple | list) else out
         if isinstance(value, Tensor) and not heard:
@@ -185,12 +187,12 @@ class Block(nn.Module):
         made = {f"router_{self._number}_{i}": logits for i, logits in enumerate(heard)}
         return {"hidden": out, **kept, **made} if kept or made else out
 
-    def _listening(self) -> Any:
-        return _Silence() if self._routers is None else self._routers.listening(self.layer)
+    def _recording(self) -> Any:
+        return _WithoutRouters() if self._routers is None else self._routers.recording(self.layer)
 
 
-class _Silence:
-    """Nobody asked for what routers say."""
+class _WithoutRouters:
+    """Used if nobody needs the logits of routers."""
 
     def __enter__(self) -> list[Tensor]:
         return []
@@ -206,7 +208,7 @@ def behind_layers(
     beside: Mapping[str, Tensor],
     run: Callable[[dict[str, Tensor]], Any],
 ) -> Any:
-    """What `run(inputs)`, a call of a shell's own code, returns if the last layer returns `hidden`."""
+    """The result of `run(inputs)`, a call of a shell's own code, if the last layer returns `hidden`."""
     d = anatomy.batch_dim
     ids = torch.zeros(hidden.shape[d : d + 2], dtype=torch.long, device=hidden.device)
     inputs = {"input_ids": ids, **{n: beside[n] for n in ("input_ids", *SIDE) if n in beside}}
@@ -224,12 +226,13 @@ def behind_layers(
 
 
 class Head(nn.Module):
-    """Everything behind the last layer: the model's own norm, projection and what it does to the logits."""
+    """Everything that follows the last layer: the model's own norm, its projection, and what it applies to the
+    logits."""
 
     def __init__(
         self, shell: nn.Module, answers: LayerAnswers, anatomy: Anatomy, missing: list[tuple[str, Tensor]], routers: Any
     ):
-        """`missing`: parameters of the embedding, of which the shell's forward needs shapes alone."""
+        """`missing`: parameters of the embedding, of which the shell's forward needs only the shapes."""
         super().__init__()
         self.model = shell
         self._answers, self._anatomy, self._missing, self._routers = answers, anatomy, missing, routers
@@ -244,7 +247,7 @@ class Head(nn.Module):
             if self._routers is None:
                 return self.model(**inputs, use_cache=False).logits
             said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
-            with self._routers.saying(self.model, said):
+            with self._routers.returning(self.model, said):
                 out = self.model(**inputs, use_cache=False)
             return out.logits, out.aux_loss
 
@@ -263,7 +266,7 @@ class Head(nn.Module):
 
 
 def linear_shard(piece: nn.Module, out: nn.Module, number: int, count: int) -> nn.Module:
-    """A piece with some rows of its projection to the vocabulary, and a copy of everything else."""
+    """A copy of a piece that shares everything but the projection to the vocabulary, of which it has only some rows."""
     paths = [name for name, module in piece.named_modules() if module is out]
     if not paths or type(out) is not nn.Linear:
         name = type(piece.model).__name__

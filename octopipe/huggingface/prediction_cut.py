@@ -40,7 +40,7 @@ from octopipe.runtime.path_losses import PathLosses
 
 
 class MainWeights:
-    """Fills pieces of the main model by its parameters' names in the whole one."""
+    """Fills pieces of the main model, whose parameters have other names in the whole model."""
 
     def __init__(self, weights: Weights):
         self._weights = weights
@@ -50,7 +50,7 @@ class MainWeights:
 
 
 class Trunk(Protocol):
-    """What is asked of the main model's own cut (`cut.py`)."""
+    """The interface of the class that splits the main model (`cut.py`)."""
 
     anatomy: Anatomy
 
@@ -63,7 +63,7 @@ class Trunk(Protocol):
 
 
 class PredictionCut:
-    """One model with its predictions and, where it is on meta, what fills it."""
+    """One model with its predictions and, if it is on `meta`, the source of its values."""
 
     def __init__(self, model: WithPredictions, trunk: Trunk, weights: Weights | None, device: torch.device | None):
         self.model, self.trunk, self.weights, self.device = model, trunk, weights, device
@@ -78,7 +78,7 @@ class PredictionCut:
 
     @property
     def takes(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer: the layers whose outputs it takes."""
+        """For every layer, the layers whose outputs it takes."""
         chain: list[tuple[int, ...]] = [(), *((k,) for k in range(self.blocks + 1))]
         for k in range(self.model.depth):
             layer = self.blocks + 2 + 2 * k
@@ -87,7 +87,7 @@ class PredictionCut:
 
     @property
     def shared(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Layers that share parameters, and how many."""
+        """Which layers share parameters, and how many parameters."""
         counts: dict[tuple[int, ...], int] = {}
         for parameter in self.model.parameters():
             held = self._holders(parameter)
@@ -97,7 +97,7 @@ class PredictionCut:
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Parameters that a folder should have and does not."""
+        """Parameters that a folder should contain and does not."""
         return () if self.weights is None else tuple(sorted(self.weights.absent))
 
     def pieces(self) -> list[Any]:
@@ -129,7 +129,8 @@ class PredictionCut:
         return PathLosses(losses_of(self.model, own, ends, shifted=shifted))
 
     def _place(self, layer: int) -> tuple[int, bool]:
-        """Of a layer behind the main head: which prediction it belongs to, and whether it is its head."""
+        """For a layer after the main head: the number of the prediction that it belongs to, and whether it is that
+        prediction's head."""
         return divmod(layer - self.blocks - 2, 2)[0], bool((layer - self.blocks) % 2)
 
     def _parameters_of(self, layer: int) -> frozenset[str]:
@@ -178,18 +179,18 @@ class PredictionCut:
         return (*self.trunk.stacks(), *("predictions.layers", "head") * self.model.depth)
 
     def kinds(self) -> tuple[str, ...]:
-        named = map(describe_layer, self.model.predictions.layers.children())  # type: ignore[union-attr, operator]
+        named = map(describe_layer, self.model.predictions.layers.children())  # type: ignore[union-attr]
         return (*self.trunk.kinds(), *(word for name in named for word in (name, "prediction's head and loss")))
 
     def groups(self) -> tuple[int, ...]:
-        """The first prediction layer has a norm more than the others; their heads are equal."""
+        """The first prediction layer has one norm more than the others; the heads of all predictions are equal."""
         trunk = self.trunk.groups()
         new = max(trunk) + 1
         return (*trunk, *(g for k in range(self.model.depth) for g in (new + (k > 0), new + 2)))
 
 
 class _Factory:
-    """Makes one piece when a rank asks for it."""
+    """Builds one piece when a rank calls it."""
 
     def __init__(self, cut: PredictionCut, number: int):
         self._cut, self._number = cut, number
@@ -199,7 +200,7 @@ class _Factory:
 
 
 def _is_plain_embedding(main: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether the first layer takes the embeddings of the tokens as they are in the table."""
+    """Whether the first layer takes the tokens' embeddings exactly as they are in the table."""
 
     def tensor(_: str, old: Tensor) -> Tensor:
         return zeros_like_all_of(old, "cpu") if isinstance(old, nn.Parameter) else real_buffer(old, "cpu")

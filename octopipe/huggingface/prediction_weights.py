@@ -25,7 +25,7 @@ ONE_LEVEL_UP = {
 
 
 class PredictionStore:
-    """A folder of safetensors, read by the names of a model with its predictions."""
+    """A folder of safetensors that is read by the parameter names of a model with its predictions."""
 
     def __init__(self, model: WithPredictions, folder: Path):
         predictions: Any = model.predictions
@@ -39,7 +39,7 @@ class PredictionStore:
         """Parameters of the predictions that the folder does not have: they begin with fresh values."""
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
-        """These parameters and buffers, as far as they are there."""
+        """The values of those parameters and buffers that the folder contains."""
         out = {}
         for prefix, store in ((MAIN, self._main), (MORE, self._more)):
             found = store.read({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
@@ -55,14 +55,14 @@ def _keys_of_predictions(model: WithPredictions) -> re.Pattern[str]:
 
 
 def save_with_predictions(model: WithPredictions, target: Path, **options: Any) -> None:
-    """Write main model and predictions as one folder, which `from_pretrained` reads and takes the main model from."""
+    """Write main model and predictions into one folder; `from_pretrained` takes the main model from it."""
     main: Any = model.main
     state = {**main.state_dict(), **dict(_as_stored(model))}
     main.save_pretrained(target, state_dict=state, **options)
 
 
 def _as_stored(model: WithPredictions) -> Iterator[tuple[str, Tensor]]:
-    """The predictions' tensors under the family's names, in the form that `save_pretrained` converts."""
+    """The predictions' tensors under the family's names, in the form that `save_pretrained` expects."""
     main: Any = model.main
     patterns = " ".join(main._keys_to_ignore_on_load_unexpected or ())
     under = r"model\.mtp" in patterns, "mtp" in patterns
@@ -90,4 +90,4 @@ def _as_stored(model: WithPredictions) -> Iterator[tuple[str, Tensor]]:
 
 def _copy(module: nn.Module) -> Tensor:
     weight: Any = module.weight
-    return weight.detach().clone()  # type: ignore[no-any-return]
+    return weight.detach().clone()

@@ -32,7 +32,7 @@ AHEAD = "ahead"
 
 
 def prediction_layers(config: Any) -> int:
-    """How many multi-token-prediction layers a config has."""
+    """The number of multi-token-prediction layers that a config has."""
     text = config.get_text_config(decoder=True)
     found = (getattr(text, key, None) for key in PREDICTION_KEYS)
     return next((int(count) for count in found if isinstance(count, int) and count > 0), 0)
@@ -54,21 +54,21 @@ class WithPredictions(nn.Module):
 
     @property
     def depth(self) -> int:
-        """Tokens that are predicted beside the next one."""
+        """The number of tokens that are predicted besides the next one."""
         return len(self.predictions.layers)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.main.get_output_embeddings()  # type: ignore[operator, no-any-return]
+        return self.main.get_output_embeddings()  # type: ignore[operator]
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.main.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        return self.main.get_input_embeddings()  # type: ignore[operator]
 
     def _init_weights(self, module: nn.Module) -> None:
         self.main._init_weights(module)  # type: ignore[operator]
 
 
 class EmbedAhead(Embed):
-    """The embedding of a model whose first layer takes something else than the embeddings of the tokens."""
+    """The embedding of a model whose first layer takes something other than the tokens' embeddings."""
 
     def forward(self, batch: Any) -> Any:
         out = super().forward(batch)
@@ -78,7 +78,7 @@ class EmbedAhead(Embed):
 
 
 class PredictionLayer(nn.Module):
-    """One prediction layer; the first one runs the main model's last norm as well."""
+    """One prediction layer; the first one also runs the main model's last norm."""
 
     def __init__(
         self,
@@ -88,14 +88,15 @@ class PredictionLayer(nn.Module):
         number: int,
         missing: list[tuple[str, Tensor]],
     ):
-        """`missing`: parameters of other pieces, of which this one needs shapes alone."""
+        """`missing`: parameters of other pieces, of which this piece needs only the shapes."""
         super().__init__()
         self.model = shell
         self._answers, self._anatomy, self._number, self._missing = answers, anatomy, number, missing
         self._on: torch.device | None = None
 
     def forward(self, embedded: Any, below: Any) -> Tensor:
-        """`embedded`: what the embedding handed on; `below`: what the last layer, or the prediction before, returns."""
+        """`embedded`: what the embedding returned; `below`: the result of the last layer or of the previous
+        prediction."""
         hidden, beside = (below, {}) if isinstance(below, Tensor) else (below["hidden"], below)
         if "position_ids" in beside:
             raise OctoPipeError(
@@ -116,7 +117,7 @@ class PredictionLayer(nn.Module):
         ahead = nn.functional.pad(first, (0, 0, 0, shift))[:, shift:]
         places = torch.arange(shift, ahead.shape[1] + shift, device=ahead.device)[None]
         with Unpacked({}):
-            return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)  # type: ignore[no-any-return]
+            return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)
 
     def _stand_ins_on(self, device: torch.device) -> None:
         for name, like in self._missing:
@@ -133,7 +134,7 @@ class PredictionHead(nn.Module):
         self.model = shell
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator, no-any-return]
+        return self.model.predictions._project_to_logits(hidden)  # type: ignore[union-attr, operator]
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
         """A part of the vocabulary (`runtime/stages/shards.py`)."""
@@ -144,10 +145,10 @@ class PredictionHead(nn.Module):
 
 
 class PredictionLoss:
-    """The loss of prediction layer `number`, counted from 0, times its part of the weight.
+    """The loss of the prediction layer `number`, counted from 0, multiplied by its part of the weight.
 
-    Where the number of labels of a whole batch is given, the loss is a sum over it, so that micro-batches add up.
-    `shifted`: a tensor as target holds the next tokens already.
+    If the number of labels of the whole batch is given, the loss is a sum divided by it, so that the micro-batches add
+    up to the batch. `shifted`: a tensor as target already contains the next tokens.
     """
 
     in_training_alone = True
@@ -157,7 +158,7 @@ class PredictionLoss:
         self.number, self.part, self.shifted = number, part, shifted
 
     def of_shards(self) -> ShardedPredictionLoss:
-        """The same made of the shards of a cut head."""
+        """The same loss, computed from the shards of a split head."""
         return ShardedPredictionLoss(self.number, self.part, shifted=self.shifted)
 
     def __call__(self, logits: Tensor, target: Any) -> Tensor:
@@ -170,11 +171,11 @@ class PredictionLoss:
             labels = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
         wanted = ahead_of(labels, self.number + 1)
         counted: Any = {"num_items_in_batch": given.get("num_items_in_batch"), "shift_labels": wanted}
-        return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)  # type: ignore[no-any-return]
+        return self.part * ForCausalLMLoss(logits, None, logits.shape[-1], **counted)
 
 
 class ShardedPredictionLoss(ShardedCausalLoss):
-    """`PredictionLoss`, made of the losses of single tokens."""
+    """`PredictionLoss`, computed from the losses of single tokens."""
 
     in_training_alone = True
 
@@ -190,19 +191,19 @@ class ShardedPredictionLoss(ShardedCausalLoss):
 
 
 def ahead_of(labels: Tensor, count: int) -> Tensor:
-    """Labels that many tokens further on; there are none where a sequence ends."""
+    """The labels this many tokens further on; positions at the end of a sequence have none."""
     return nn.functional.pad(labels, (0, count), value=IGNORED)[..., count:].contiguous()
 
 
 def losses_of(model: WithPredictions, own: CausalLoss, ends: tuple[int, ...], *, shifted: bool) -> dict[int, Any]:
-    """By the layer that a path ends with: the main model's loss, then those of the predictions."""
+    """For every layer at which a path ends, its loss: that of the main model, then those of the predictions."""
     head, *more = ends
     part = model.weight / model.depth
     return {head: own, **{layer: PredictionLoss(k, part, shifted=shifted) for k, layer in enumerate(more)}}
 
 
 def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredictions:
-    """A model with the prediction layers of its config, freshly made where the model is."""
+    """A model with the prediction layers of its config, newly created on the model's device."""
     name, count = type(main).__name__, prediction_layers(main.config)
     if not count:
         raise OctoPipeError(f"{name}: its config has no multi-token-prediction layers; leave --mtp out")
@@ -217,7 +218,7 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(main.dtype)  # type: ignore[arg-type]
-        made = MtpModel(main, count)  # type: ignore[arg-type]
+        made = MtpModel(main, count)
     except Exception as error:  # configs that do not say what their prediction layers are
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(
@@ -225,8 +226,8 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
         ) from None
     finally:
         torch.set_default_dtype(before)
-    made._init_weights = main._init_weights  # type: ignore[method-assign, assignment]  # the same kinds of layers
-    made.embed_tokens = None  # type: ignore[assignment]  # its layers are given embeddings
+    made._init_weights = main._init_weights  # the same kinds of layers
+    made.embed_tokens = None  # its layers are given embeddings
     if not any(p.is_meta for p in made.parameters()):
         made.layers.to(next(main.parameters()).device)
         for module in made.layers.modules():

@@ -42,9 +42,9 @@ IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itru
 
 
 class Provenance(TorchFunctionMode):
-    """While it is active, every result has the names of the tensors that it was computed from.
+    """While this mode is active, every result gets the names of the tensors that it was computed from.
 
-    With `meta` set, calls run on the meta device: shapes and names alone.
+    With `meta`, calls run on the meta device, so that only shapes and names are computed.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Provenance(TorchFunctionMode):
 
 
 def on_meta(value: Any) -> Any:
-    """A tensor without memory in place of a tensor, and the meta device in place of a device."""
+    """A tensor without memory if the value is a tensor, and the meta device if it is a device."""
     if isinstance(value, torch.device):
         return torch.device("meta")
     if not isinstance(value, Tensor) or value.device.type == "meta":

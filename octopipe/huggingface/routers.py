@@ -18,7 +18,7 @@ from octopipe.huggingface.shell import text_config
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """The model's routers where it trains with their auxiliary loss."""
+    """The model's routers if the model trains with their auxiliary loss, otherwise None."""
     text = text_config(model)
     if not getattr(text, "output_router_logits", False):
         return None
@@ -38,7 +38,7 @@ def routers_of(model: nn.Module) -> Routers | None:
 
 
 class Routers:
-    """Listens to layers' routers, and says it all again in the head."""
+    """Collects the logits of layers' routers, and passes them to the model's own code in the head."""
 
     def __init__(self, recorders: list[Any]):
         self._kinds = [
@@ -46,8 +46,8 @@ class Routers:
         ]
 
     @contextmanager
-    def listening(self, layer: nn.Module) -> Iterator[list[Tensor]]:
-        """What the routers of a layer say while it runs."""
+    def recording(self, layer: nn.Module) -> Iterator[list[Tensor]]:
+        """A context that collects the router logits of a layer while it runs."""
         heard: list[Tensor] = []
         hooks = []
         for name, module in layer.named_modules():
@@ -65,8 +65,8 @@ class Routers:
                 hook_.remove()
 
     @contextmanager
-    def saying(self, model: nn.Module, said: Mapping[str, Tensor]) -> Iterator[None]:
-        """While it lasts, the model's body gives these logits as its routers'."""
+    def returning(self, model: nn.Module, said: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which the model's body returns these logits as those of its routers."""
         order = sorted(said, key=lambda name: tuple(map(int, name.split("_")[1:])))
         logits = tuple(said[name] for name in order)
 

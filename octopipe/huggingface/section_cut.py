@@ -25,7 +25,7 @@ _KIND_NAMES = ("layer_type", "block_type", "attention_type", "layer_kind")
 
 
 class SectionCut:
-    """One model with its sections and, where it is on meta, what fills it."""
+    """One model with its sections and, if it is on `meta`, the source of its values."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class SectionCut:
         return tuple(out)
 
     def kinds(self) -> tuple[str, ...]:
-        """What every piece is, in words."""
+        """A description of every piece."""
         out = []
         last = len(self.sections.starts) - 1
         for k, (kind, number) in enumerate(self._order):
@@ -130,7 +130,7 @@ class SectionCut:
         return tuple(out)
 
     def groups(self) -> tuple[int, ...]:
-        """Every piece is a group of its own: equal layers may take and hand on different things."""
+        """Every piece is a group of its own, because equal layers may take and return different values."""
         return tuple(range(len(self._order)))
 
     def stacks(self) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ class SectionCut:
 
 
 class _Factory:
-    """Makes one piece when a rank asks for it."""
+    """Builds one piece when a rank calls it."""
 
     def __init__(self, cut: SectionCut, number: int):
         self._cut, self._number = cut, number
@@ -153,7 +153,7 @@ class _Factory:
 
 
 def describe_layer(layer: nn.Module) -> str:
-    """Class, type of block, and the children that do the work."""
+    """The class of a layer, the type of its block, and the children that do the computation."""
     kind = next((str(v) for v in (getattr(layer, n, None) for n in _KIND_NAMES) if isinstance(v, str)), "")
     parts = "+".join(dict.fromkeys(_working_parts(layer)))
     return " ".join(filter(None, (type(layer).__name__, kind, f"({parts})" if parts else "")))

@@ -53,7 +53,7 @@ RETURNS = (0, 1, 2, 3, 4, 5)
 
 
 class _NotVisited(Refused):
-    """The example does not run these lists' layers."""
+    """The forward does not run the layers of these lists on the example."""
 
     def __init__(self, paths: list[str]):
         super().__init__(f"its forward does not run {', '.join(paths)} on the example")
@@ -62,7 +62,8 @@ class _NotVisited(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """In place of what a layer returns beside its hidden state: the visit and the place among its results."""
+    """A placeholder for a result that a layer returns beside its hidden state: the visit, and its position among the
+    results."""
 
     visit: int
     place: int
@@ -70,7 +71,7 @@ class Aside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """What a trace found. Visits and passages are numbered in the order in which the forward runs them."""
+    """The result of a trace. Visits and passages are numbered in the order in which the forward runs them."""
 
     paths: tuple[str, ...]
     """The lists of layers."""
@@ -105,15 +106,15 @@ class Sections:
     """The names of the example's inputs."""
 
     def passage_of(self, visit: int) -> int:
-        """The passage that makes the arguments of a visit."""
+        """The passage that computes the arguments of a visit."""
         return max(p for p, start in enumerate(self.starts) if start <= visit)
 
     def stop(self, passage: int) -> int:
-        """The first visit that the passage makes no arguments for."""
+        """The first visit whose arguments the passage does not compute."""
         return self.starts[passage + 1] if passage + 1 < len(self.starts) else self.starts[passage]
 
     def is_idle(self, visit: int) -> bool:
-        """Whether nothing uses what this visit and those behind it up to the next passage return."""
+        """Whether nothing uses the results of this visit and of those that follow it up to the next passage."""
         rest = range(visit, self.stop(self.passage_of(visit)))
         return all(self.last_use(g) < 0 and not self.asides.get(g) for g in rest)
 
@@ -123,7 +124,8 @@ class Sections:
 
 
 def stacks(model: nn.Module) -> list[str]:
-    """The lists that may be stacks of layers, largest first: as long as a number of layers in the config, or any."""
+    """The lists that may be stacks of layers, the largest first: those whose length is a number of layers in the
+    config, or all."""
     wanted = set(_counts(model.config.to_dict()))  # type: ignore[union-attr, operator]
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
@@ -137,8 +139,8 @@ def stacks(model: nn.Module) -> list[str]:
 
 
 def _can_run(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own, which a list of parts has not, and is more than one of torch's own
-    operations: a list of those is a part of something (a projector's products), however long it is."""
+    """Whether a module has a forward of its own, which a list of parts lacks, and is not one of torch's own operations.
+    However long a list of those is, it is a part of something (such as the products of a projector)."""
     operation = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
     return type(module).forward is not nn.Module.forward and not operation
 
@@ -152,7 +154,7 @@ def _counts(data: Any) -> Iterator[int]:
 
 
 def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
-    """The sections of a model (on `meta` or real), or one line that says why it has none."""
+    """The sections of a model (on `meta` or real); raises a one-line error if the model cannot be split."""
     found = stacks(model)
     if not found:
         raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers")
@@ -193,7 +195,8 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
 def _add_next_guess(
     guesses: list[tuple[int, ...]], guess: tuple[int, ...], attempt: _Trace, paths: Sequence[str]
 ) -> None:
-    """Where many lists make too many combinations: the last list that was reached may return something else."""
+    """For models with too many lists to try all combinations: change what the last list that was reached is assumed to
+    return."""
     if not attempt.visits or len(guesses) > 2 * MOST_GUESSES:
         return
     at = list(paths).index(attempt.layers[attempt.visits[-1]].rpartition(".")[0])
@@ -204,8 +207,8 @@ def _add_next_guess(
 
 
 def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
-    """What the layers of every list may return, likely ones first: a tensor, a tuple of one to three, or a tuple of a
-    tensor and None."""
+    """What the layers of each list may return, the likely forms first: a tensor, a tuple of one to three, or a tuple of
+    a tensor and None."""
     said = [said_returns(model, path) for path in paths]
     alike = [(count,) * len(paths) for count in (said[0][0], 0, 1, 2, 3, WITH_NONE)]
     mixed = itertools.product((0, 1, 2, 3), repeat=len(paths))
@@ -214,14 +217,14 @@ def _guesses(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def said_returns(model: nn.Module, path: str) -> tuple[int, ...]:
-    """What the layers of a list return, likely ones first, by their annotation."""
+    """What the layers of a list return according to their annotations, the likely forms first."""
     layer = next(iter(model.get_submodule(path).children()))
     annotated = str(inspect.signature(layer.forward).return_annotation).lower()
     return (1, 2, 3, 0, WITH_NONE) if "tuple" in annotated else (0, 1, 2, 3, WITH_NONE)
 
 
 class _Trace:
-    """One attempt."""
+    """One attempt to trace the forward, with one assumption about what the layers return."""
 
     def __init__(self, model: nn.Module, paths: Sequence[str], returns: Sequence[int], example: Mapping[str, Any]):
         self.model, self.paths, self.example = model, tuple(paths), example
@@ -279,7 +282,7 @@ class _Trace:
         return self._found()
 
     def _not_run(self) -> str:
-        """Which layers the example does not reach: usually those that need an input which it does not have."""
+        """The layers that the example does not reach, usually because they need an input that it does not have."""
         idle = [name for number, name in enumerate(self.layers) if number not in self.visits]
         kind = type(self.model.get_submodule(idle[0])).__name__
         more = f" and {len(idle) - 1} more of {len(self.layers)} layers" if len(idle) > 1 else ""
@@ -308,14 +311,14 @@ class _Trace:
         return returned(out, self.returns[layer], g)
 
     def _is_next(self, layer: int) -> bool:
-        """Whether the layer stands behind the one that was visited last."""
+        """Whether the layer directly follows the one that was visited last."""
         return (
             layer == self.visits[-1] + 1
             and self.layers[layer].rpartition(".")[0] == self.layers[layer - 1].rpartition(".")[0]
         )
 
     def _is_late(self, leaf: Any) -> bool:
-        """Whether an argument was computed from a layer behind the current passage."""
+        """Whether an argument was computed from a layer that follows the current passage."""
         if not isinstance(leaf, Tensor) or id(leaf) in self.first or not self.starts:
             return False
         return any(name[0] == "visit" and name[1] >= self.starts[-1] for name in self.provenance.of(leaf))  # type: ignore[index]
@@ -392,7 +395,7 @@ class _Trace:
 
 
 def _tokens(inputs: Mapping[str, Any]) -> int:
-    """How many positions a batch asks logits for; codes of several codebooks may share one."""
+    """The number of positions for which a batch needs logits; the codes of several codebooks may share one position."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     return ids.shape[:2].numel() if isinstance(ids, Tensor) else 0
 
@@ -402,14 +405,14 @@ SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)
 
 
 def returned(hidden: Tensor, returns: int, visit: int) -> Any:
-    """A hidden state as a layer returns it, with placeholders for whatever stands beside it."""
+    """A hidden state in the form in which a layer returns it, with placeholders for the other results."""
     if returns < 0:
         return (hidden, *[None] * (-returns - 1))
     return (hidden, *(Aside(visit, place) for place in range(1, returns))) if returns else hidden
 
 
 def quiet(model: nn.Module) -> dict[str, Any]:
-    """Arguments of a forward that trains: no cache, and no outputs that nobody asked for."""
+    """Arguments of a forward for training: without a cache and without outputs that nobody uses."""
     names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     out = {"use_cache": False} if "use_cache" in names or open_ended else {}

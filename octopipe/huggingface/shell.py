@@ -23,31 +23,31 @@ Replacement = Callable[[str, Tensor], Tensor]
 
 
 class Refused(Exception):
-    """The model cannot be cut as it was tried."""
+    """The model cannot be split in the way that was tried."""
 
 
 class Beside:
-    """In the trace, what a layer returns beside its hidden state: no later layer may take it."""
+    """A placeholder, during a trace, for what a layer returns beside its hidden state; no later layer may take it."""
 
 
 def as_layer_returns(hidden: Tensor, returns: int, beside: Beside | None = None) -> Any:
-    """A hidden state as the family's layers return it."""
+    """A hidden state in the form in which the family's layers return it."""
     return (hidden, *[beside] * (returns - 1)) if returns else hidden
 
 
 class Stop(Exception):
-    """Ends a forward that has shown what was wanted."""
+    """Ends a forward once everything that is needed from it is known."""
 
 
 class LayerAnswers:
-    """What all stand-ins of one shell answer a call with: `visit(number, args, kwargs)` returns the layer's output."""
+    """Answers the calls of all stand-ins of one shell: `visit(number, args, kwargs)` returns the layer's output."""
 
     visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
     @contextmanager
     def given_by(self, visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Answer with `visit` during one forward. It is forgotten afterwards, because it may hold hidden states and
-        their autograd graphs."""
+        """Answer with `visit` during one forward. The function is dropped afterwards, because it may hold hidden states
+        and their autograd graphs."""
         self.visit = visit
         try:
             yield
@@ -56,7 +56,7 @@ class LayerAnswers:
 
 
 class StandIn(nn.Module):
-    """In a layer's place: has its plain attributes and its type, none of its parameters."""
+    """Replaces a layer: it has the layer's plain attributes and its type, but none of its parameters."""
 
     def __init__(self, layer: nn.Module, number: int, answers: LayerAnswers):
         super().__init__()
@@ -82,22 +82,23 @@ class StandIn(nn.Module):
 
 
 def text_config(model: nn.Module) -> Any:
-    """The decoder's part of a model's config."""
+    """The part of a model's config that describes the decoder."""
     config: Any = model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def zeros_like_all_of(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """One zero, seen in the shape of a whole parameter."""
+    """A single zero, expanded to the shape of a whole parameter."""
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return torch.zeros((), dtype=kind, device=device).expand(tensor.shape)
 
 
 def shell_of(model: nn.Module, paths: str | Sequence[str], tensor: Replacement) -> tuple[nn.Module, LayerAnswers]:
-    """A copy of everything but the layers; `tensor(name, old)` gives every parameter and buffer of it.
+    """A copy of everything except the layers; `tensor(name, old)` returns each of its parameters and buffers.
 
-    `paths`: the list of layers, or several lists, whose layers are then numbered one list after the other. A result
-    that is no Parameter becomes a plain attribute in a parameter's place: it is neither trained nor moved.
+    `paths`: the list of layers, or several lists, whose layers are numbered one list after the other. If `tensor`
+    returns a value for a parameter that is not a Parameter, it becomes a plain attribute: it is neither trained nor
+    moved.
     """
     answers = LayerAnswers()
     memo: dict[int, Any] = {id(model.config): model.config}
@@ -129,7 +130,8 @@ def shell_of(model: nn.Module, paths: str | Sequence[str], tensor: Replacement) 
 
 
 def _forget_recorders(shell: nn.Module) -> None:
-    """transformers installs hooks that record hidden states once per model; placeholders must get theirs anew."""
+    """Remove the hooks that record hidden states: transformers installs them once per model, and stand-ins need their
+    own."""
     for module in shell.modules():
         if type(module) is StandIn:
             continue
@@ -141,7 +143,7 @@ def _forget_recorders(shell: nn.Module) -> None:
 
 
 class _OneParameter:
-    """In place of `module.parameters`: forwards ask `next(self.parameters())` for dtype and device."""
+    """Replaces `module.parameters`: forwards call `next(self.parameters())` to learn dtype and device."""
 
     def __init__(self, like: Tensor):
         self.like = like
@@ -151,7 +153,8 @@ class _OneParameter:
 
 
 def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
-    """Models inside a shell whose parameters are all plain attributes now still say what they compute in."""
+    """Let models inside a shell whose parameters are all plain attributes still report the dtype in which they
+    compute."""
     like = next((value for value in plain if value.is_floating_point()), None)
     if like is None:
         return
@@ -162,7 +165,7 @@ def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
 
 
 def stand_ins_on(shell: nn.Module, missing: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
-    """Give a shell zeros on a device in place of the parameters that it lacks, and let its models say this device."""
+    """Give a shell zeros on this device for the parameters that it lacks, and let its models report this device."""
     for name, like in missing:
         owner, _, attribute = name.rpartition(".")
         object.__setattr__(shell.get_submodule(owner), attribute, zeros_like_all_of(like, device))
@@ -173,7 +176,7 @@ def stand_ins_on(shell: nn.Module, missing: Sequence[tuple[str, Tensor]], device
 
 
 def outside(model: nn.Module, paths: str | Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that belong to no layer, tied ones under each of their names."""
+    """Parameters and buffers that belong to no layer; tied ones under each of their names."""
     layers = tuple(f"{path}." for path in ((paths,) if isinstance(paths, str) else paths))
     both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for named in both:
@@ -181,12 +184,12 @@ def outside(model: nn.Module, paths: str | Sequence[str]) -> Iterator[tuple[str,
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """A layer's arguments flattened; an empty container is a leaf."""
+    """The arguments of a layer, flattened; an empty container counts as a leaf."""
     return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not (x or x is kwargs))
 
 
 def hidden_leaf(leaves: list[Any]) -> int:
-    """The hidden state is the first floating tensor of a layer's arguments."""
+    """The position of the hidden state: the first floating-point tensor among a layer's arguments."""
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return i
@@ -196,8 +199,8 @@ def hidden_leaf(leaves: list[Any]) -> int:
 def collect(
     shell: nn.Module, answers: LayerAnswers, stop: int, returns: int, inputs: Mapping[str, Any]
 ) -> list[tuple[list[Any], Any, int]]:
-    """The arguments of the layers before `stop`, as the shell's forward makes them: leaves, structure, and where
-    the hidden state is among them. Layers pass their input on."""
+    """The arguments of the layers before `stop` in the shell's forward: leaves, structure, and the position of the
+    hidden state among them. Layers return their input."""
     got: list[tuple[list[Any], Any, int]] = []
 
     def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,9 +220,10 @@ def collect(
 
 
 class Unpacked:
-    """Around a model's forward: where nobody gave positions, no sequences are packed, and transformers need not look.
+    """A context for a model's forward: if no positions are given, transformers does not check whether sequences are
+    packed.
 
-    It looks at values on the device, which makes the host wait in every forward, and cannot be captured in a graph.
+    The check reads values on the device, so the host would wait in every forward, and it cannot be captured in a graph.
     """
 
     def __init__(self, inputs: Mapping[str, Any]):
@@ -236,12 +240,12 @@ class Unpacked:
 
 
 def _not_packed(position_ids: Tensor) -> None:
-    """What transformers answers for positions that count up by one."""
+    """Returns what transformers returns for positions that count up by one."""
 
 
 class Spared(TorchFunctionMode):
-    """A model is built without memory for its parameters, but with the values its constructors compute: what they
-    leave uninitialised, or fill with a constant over a large shape, is on meta, everything else is real."""
+    """Builds a model without memory for its parameters, but with the values that its constructors compute: tensors that
+    they leave uninitialised, or fill with a constant over a large shape, are on `meta`; all others are real."""
 
     LARGE = 1 << 22
 
@@ -261,9 +265,9 @@ _FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 def shell_of_zeros(
     model: nn.Module, paths: str | Sequence[str], *, gradients: bool = False
 ) -> tuple[nn.Module, LayerAnswers]:
-    """A shell to follow a forward in: its parameters are zeros that take no memory, its buffers have their values.
+    """A shell for tracing a forward: its parameters are zeros that take no memory, its buffers have their real values.
 
-    `gradients`: parameters take gradients, so that autograd shows what was computed from them.
+    `gradients`: parameters require gradients, so that autograd shows what was computed from them.
     """
 
     def tensor(_: str, old: Tensor) -> Tensor:
@@ -278,7 +282,7 @@ def shell_of_zeros(
 
 
 def real_buffer(old: Tensor, device: torch.device | str) -> Tensor:
-    """A buffer to be filled (see `fill_buffers`), or a copy of a real one."""
+    """A new buffer that is still to be filled (see `fill_buffers`), or a copy of a real one."""
     if old.device.type != "meta":
         return old.to(device, copy=True)
     new = torch.zeros_like(old, device=device)
@@ -291,7 +295,7 @@ def unfilled(buffer: Tensor | None) -> bool:
 
 
 def fill_buffers(model: nn.Module, shell: nn.Module) -> None:
-    """Give a shell's buffers their values where the model itself is on meta; parameters stay as they are."""
+    """Compute the values of a shell's buffers if the model itself is on `meta`; parameters do not change."""
     for module in shell.modules():
         if type(module) is StandIn or not any(unfilled(b) for b in module._buffers.values()):
             continue

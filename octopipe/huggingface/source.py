@@ -26,7 +26,7 @@ WITH_HEAD = "CausalLM|LMHead|ForConditionalGeneration"
 
 
 def transformers() -> Any:
-    """The package, or one line that says how to get it."""
+    """The transformers package; raises a one-line error that says how to install it."""
     try:
         import transformers as package
     except ModuleNotFoundError:
@@ -40,7 +40,8 @@ def transformers() -> Any:
 
 
 def _with_floats(value: Any) -> Any:
-    """JSON has no infinity: transformers writes {"__float__": "Infinity"}, in lists and parts too."""
+    """Converts transformers' notation {"__float__": "Infinity"} (JSON has no infinity), also in lists and nested
+    dicts."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -49,7 +50,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def read_config(source: Any, *, num_layers: int | None = None) -> Any:
-    """A transformers config of a path (file or folder), a dict or a config; with only so many layers where asked."""
+    """A transformers config from a path (file or folder), a dict or a config; with only this many layers if that is
+    asked for."""
     package = transformers()
     where = "config"
     if isinstance(source, str | os.PathLike):
@@ -79,7 +81,8 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
 
 
 def model_class(config: Any, where: str = "config") -> Any:
-    """The language model of a config: the class it names, or the family's with its towers and its encoder."""
+    """The language model of a config: the class that it names, or the family's class with its towers and its
+    encoder."""
     package = transformers()
     for name in getattr(config, "architectures", None) or ():
         named = getattr(package, str(name), None)
@@ -100,7 +103,7 @@ def model_class(config: Any, where: str = "config") -> Any:
 
 
 def config_for(cls: Any, config: Any) -> Any:
-    """The part of a config that a class takes: a text model takes the text's, a decoder the decoder's."""
+    """The part of a config that a class takes: that of the text for a text model, that of the decoder for a decoder."""
     wanted, parts = getattr(cls, "config_class", None), getattr(config, "sub_configs", None) or {}
     if wanted is not None and wanted is parts.get("text_config"):
         return config.get_text_config(decoder=True)
@@ -108,7 +111,7 @@ def config_for(cls: Any, config: Any) -> Any:
 
 
 def has_towers(config: Any) -> bool:
-    """Whether a config describes more than one stack: a tower beside the text model."""
+    """Whether a config describes more than one stack, such as a tower and the text model."""
     parts = getattr(config, "sub_configs", None) or {}
     return any(name.startswith(("vision", "audio", "visual")) and getattr(config, name, None) for name in parts)
 
@@ -131,11 +134,11 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
             why = " ".join(str(error).split())[:200]
             raise OctoPipeError(f"{cls.__name__} cannot be built from this config: {why}") from None
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes, with parameters that take no memory."""
+    """The model that `build` returns, with parameters that take no memory."""
     with torch.random.fork_rng(devices=[]):
         try:
             torch.manual_seed(0)  # what constructors draw themselves is the same on every rank
@@ -147,17 +150,17 @@ def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The transformers model itself: behind PEFT, which has changed it in place."""
+    """The transformers model itself, unwrapped from PEFT, which modifies it in place."""
     base = getattr(model, "get_base_model", None)
     found: Any = base() if callable(base) else model
     if not hasattr(found, "config") or not hasattr(found, "_init_weights"):
         raise OctoPipeError(f"{type(model).__name__} is not a transformers model; give one, its config, or its folder")
     _refuse_other_kinds(found.config, type(found).__name__)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def refuse_other_models(model: nn.Module) -> None:
-    """Raise where a model is not one forward from tokens to logits over a vocabulary."""
+    """Raise an error unless the model is a single forward from tokens to logits over a vocabulary."""
     name = type(model).__name__
     if type(model).forward is nn.Module.forward:
         parts = [part for part, _ in model.named_children()]
@@ -171,7 +174,7 @@ def refuse_other_models(model: nn.Module) -> None:
 
 
 def refuse_codes(model: nn.Module) -> None:
-    """Raise where every position of a model's input is several codes instead of one token."""
+    """Raise an error if every position of a model's input has several codes instead of one token."""
     config: Any = model.config
     count = getattr(config.get_text_config(decoder=True), "num_codebooks", None)
     if isinstance(count, int) and count > 1:
@@ -182,7 +185,7 @@ def refuse_codes(model: nn.Module) -> None:
 
 
 def shortened(config: Any, num_layers: int, where: str) -> Any:
-    """The config with only its first layers; what it lists per layer is cut to match."""
+    """The config with only its first layers; lists with one entry per layer are shortened accordingly."""
     text = config.get_text_config(decoder=True)
     before = int(text.num_hidden_layers)
     if not 1 <= num_layers <= before:
@@ -212,14 +215,14 @@ def _refuse_other_kinds(config: Any, where: str) -> None:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Families whose causal model is an encoder run with another mask."""
+    """Whether the family's causal model is an encoder that runs with another mask."""
     package = transformers()
     masked = getattr(package, "MODEL_FOR_MASKED_LM_MAPPING", {})
     return type(config) in masked
 
 
 class _quiet:
-    """Without the notes transformers logs while a config or a model on meta is made."""
+    """Suppresses the messages that transformers logs while it creates a config or a model on `meta`."""
 
     def __enter__(self) -> None:
         self._logger = logging.getLogger("transformers")

@@ -25,7 +25,7 @@ from octopipe.huggingface.source import transformers
 
 
 class VisionStart(nn.Module):
-    """Images to the input of the tower's first layer."""
+    """Converts images to the input of the tower's first layer."""
 
     def __init__(self, tower: nn.Module):
         super().__init__()
@@ -54,7 +54,7 @@ class VisionLayer(nn.Module):
 
 
 class Projector(nn.Module):
-    """The tower's features as the language model takes them."""
+    """Converts the tower's features to inputs of the language model."""
 
     def __init__(self, projector: nn.Module, drop_first: bool):
         super().__init__()
@@ -64,11 +64,11 @@ class Projector(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if not hidden.shape[0]:
             return hidden
-        return self.projector(hidden[:, 1:] if self._drop_first else hidden)  # type: ignore[no-any-return]
+        return self.projector(hidden[:, 1:] if self._drop_first else hidden)
 
 
 class Merge(nn.Module):
-    """The tokens' embeddings with the images' features in the place of the image tokens."""
+    """The tokens' embeddings, with the images' features in the positions of the image tokens."""
 
     def __init__(self, embed: nn.Module, image_token: int):
         super().__init__()
@@ -84,12 +84,12 @@ class Merge(nn.Module):
         if found != wanted:
             raise OctoPipeError(f"{wanted} image tokens for {found} image features; give each image its tokens")
         if not wanted:
-            return hidden  # type: ignore[no-any-return]
-        return hidden.masked_scatter(mask.unsqueeze(-1), features.to(hidden.dtype))  # type: ignore[no-any-return]
+            return hidden
+        return hidden.masked_scatter(mask.unsqueeze(-1), features.to(hidden.dtype))
 
 
 class VisionLanguage:
-    """A vision-language model's layers, and what a pipeline needs beside them."""
+    """The layers of a vision-language model, with the other arguments that a pipeline needs for it."""
 
     side_inputs = ("input_ids",)
 
@@ -119,7 +119,7 @@ class VisionLanguage:
 
 
 def _language_model(model: nn.Module) -> nn.Module:
-    """The causal language model inside, made of the same modules."""
+    """The causal language model inside, built from the same modules."""
     core: Any = model.model
     text: Any = core.language_model
     with torch.device("meta"):
@@ -127,7 +127,7 @@ def _language_model(model: nn.Module) -> nn.Module:
     if type(causal.model) is not type(text):
         raise OctoPipeError(f"the language model {type(text).__name__} has no causal model of its own to be cut like")
     causal.model, causal.lm_head = text, model.lm_head
-    return causal  # type: ignore[no-any-return]
+    return causal
 
 
 def vision_language(model: nn.Module) -> VisionLanguage:

@@ -32,7 +32,7 @@ class Trials:
     """A model without its layers, whose forward is run on one made-up batch after another."""
 
     def __init__(self, model: nn.Module, lists: Sequence[str]):
-        """`lists`: those whose layers are placeholders; the layers of others are run, without their weights."""
+        """`lists`: the lists whose layers are placeholders; the layers of other lists run, without their weights."""
         self._model = model
         self._paths = [name for name, _ in model.named_modules() if name in lists]
         self._path_of = [k for k, path in enumerate(self._paths) for _ in model.get_submodule(path).children()]
@@ -49,11 +49,11 @@ class Trials:
 
     @property
     def last(self) -> str:
-        """The list whose layers the last run called last; empty: it called none."""
+        """The list whose layers the latest run called last; empty if it called none."""
         return "" if self._last is None else self._paths[self._last]
 
     def places(self, inputs: Mapping[str, Any]) -> int:
-        """Rows of features that a batch's items become, where they take the places of tokens; 0: they do not. The
+        """The number of rows of features that a batch's items become if features replace tokens; 0 if they do not. The
         batch has one token per item."""
         self._counting = True
         try:
@@ -63,7 +63,7 @@ class Trials:
         return next((self._told[kind] for kind in ("mask", "said", "put", "features") if kind in self._told), 0)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Raise what the model's forward raises on the batch."""
+        """Raise the error that the model's forward raises on the batch."""
         self._run(inputs)
 
     def _run(self, inputs: Mapping[str, Any]) -> None:
@@ -94,13 +94,14 @@ class Trials:
                     raise problem from None
 
     def _hear(self, error: str) -> None:
-        """Some models compare the numbers of tokens and features before any call that is heard, and say both."""
+        """Read the two numbers from the error of models that compare the numbers of tokens and features before any call
+        that is watched."""
         said = MISMATCH.search(error)
         if said is not None and self._counting:
             self._told["said"] = int(said[1])
 
     def _guess_again(self, tried: set[tuple[int, ...]]) -> bool:
-        """Another guess of what the layers that were called last return."""
+        """Assume that the layers which were called last return something else."""
         if self._last is None:
             return False
         for count in RETURNS:
@@ -126,7 +127,7 @@ class Trials:
                 raise Stop
 
     def _listen(self) -> None:
-        """Hear which features the forward has, and stop where only logits are left to compute."""
+        """Record which features the forward has, and stop once only logits are left to compute."""
         head = self._shell.get_output_embeddings() if hasattr(self._shell, "get_output_embeddings") else None  # type: ignore[operator]
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_stop)
@@ -144,7 +145,7 @@ def _stop(*_: Any) -> None:
 
 
 def _features(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callable[..., Any]:
-    """The model's own function, and how many rows its features have."""
+    """Wraps the model's own function that computes features: it reports how many rows its result has."""
 
     def features(*args: Any, **kwargs: Any) -> Any:
         out = call(*args, **kwargs)
@@ -158,7 +159,8 @@ def _features(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Cal
 
 
 def _mask(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callable[..., Any]:
-    """The model's own function that finds the tokens which features replace, and how many rows it is given."""
+    """Wraps the model's own function that finds the tokens which features replace: it reports how many rows it is
+    given."""
     signature = inspect.signature(call)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +174,7 @@ def _mask(call: Callable[..., Any], tell: Callable[[str, int], None]) -> Callabl
 
 
 class _Puts(TorchFunctionMode):
-    """Tells how many rows a call has that puts rows into a sequence of embeddings."""
+    """Reports how many rows a call has that inserts rows into a sequence of embeddings."""
 
     def __init__(self, tell: Callable[[str, int], None]):
         super().__init__()

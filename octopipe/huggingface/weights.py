@@ -42,13 +42,13 @@ OTHERS = {
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every parameter's name -> the first name of the same Parameter."""
+    """For every parameter name, the first name of the same Parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Memory for a parameter or buffer: with its value where its constructor gave it one, else with no number."""
+    """Memory for a parameter or buffer: with its value if its constructor computed one, otherwise uninitialised."""
     if tensor.device.type != "meta":
         value = tensor.detach().to(device, copy=True)
     elif tensor.is_floating_point():
@@ -59,21 +59,21 @@ def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 class Weights:
-    """Fills pieces of one model that was built on `meta`."""
+    """Fills the pieces of one model that was built on `meta`."""
 
     def __init__(self, model: nn.Module, *, seed: int, device: torch.device, store: Values | None):
-        """`store`: what the values are read from; None: all of them are drawn."""
+        """`store`: where the values are read from; None: all of them are initialised at random."""
         self._model, self._seed, self._device, self._store = model, seed, device, store
         self._first = first_names(model)
 
     @property
     def absent(self) -> frozenset[str]:
-        """Parameters that were drawn because what the others are read from does not have them."""
+        """Parameters that were initialised at random because the store does not contain them."""
         return frozenset() if self._store is None else self._store.absent
 
     def fill(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
-        """Draw or read all of a piece. Module `x` of the piece is `prefix + x` of the model; `names` are the model's
-        parameters in it. Call it with parameters allocated."""
+        """Initialise or read all values of a piece. Module `x` of the piece is `prefix + x` of the model, and `names`
+        are the model's parameters in it, which must be allocated already."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             for name, module in _children_first(piece):
@@ -97,8 +97,9 @@ class Weights:
         initialise(_owner(self._model, name), module)
 
     def _draw_tied(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
-        """Parameters whose first name is another module's: drawn as that module is, on every rank that holds one. A
-        module of this piece that shares it under a later name (a head with a bias, say) has drawn it over."""
+        """Initialise parameters whose first name belongs to another module as that module does, on every rank that
+        holds one. A module of this piece that shares such a parameter under a later name (a head with a bias, for
+        example) has overwritten it."""
         places = Counter(id(p) for _, p in piece.named_parameters(remove_duplicate=False))
         for name in names:
             source = self._first[name]
@@ -135,7 +136,7 @@ class Weights:
 
 
 class Values(Protocol):
-    """What parameters and buffers are read from."""
+    """The interface of a source of parameters and buffers."""
 
     where: str
     absent: frozenset[str]
@@ -145,7 +146,7 @@ class Values(Protocol):
 
 
 class Store:
-    """A folder of safetensors, read by the model's own parameter names."""
+    """A folder of safetensors that is read by the model's own parameter names."""
 
     absent: frozenset[str] = frozenset()
 
@@ -158,14 +159,14 @@ class Store:
         wanted: Callable[[str], bool] = lambda key: True,
     ):
         """`mapping`: transformers' conversions of names (default: the model's own). `wanted`: which keys of the folder
-        are the model's."""
+        belong to the model."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         self.where = shown(folder)
         self._model, self._folder = model, folder
         self._file_of = {key: file for key, file in file_of_keys(folder).items() if wanted(key)}
-        self._mapping: Any = get_model_conversion_mapping(model) if mapping is None else mapping  # type: ignore[arg-type]
+        self._mapping: Any = get_model_conversion_mapping(model) if mapping is None else mapping
         renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
         state = model.state_dict()
@@ -173,9 +174,9 @@ class Store:
         targets_of = {p: c.target_patterns for c in converters for p in c.source_patterns}
         self._sources: dict[str, list[str]] = {}
         for key in self._file_of:
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)  # type: ignore[arg-type]
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)  # type: ignore[arg-type]
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
             targets = [name]
             if pattern is not None and len(targets_of[pattern]) > 1:  # one tensor that becomes several parameters
                 heads = targets_of[pattern]
@@ -184,11 +185,11 @@ class Store:
                 self._sources.setdefault(first.get(target, target), []).append(key)
 
     def holds(self, name: str) -> bool:
-        """Whether the folder has a parameter or buffer of the model."""
+        """Whether the folder contains a parameter or buffer of the model."""
         return name in self._sources
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
-        """These parameters and buffers, as far as they are there."""
+        """The values of those parameters and buffers that the folder contains."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -200,7 +201,7 @@ class Store:
         with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
             try:
-                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)  # type: ignore[arg-type]
+                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)
                 after = _state(self._model)
                 found = {n: t.detach() for n, t in after.items() if t.device.type != "meta"}
             finally:
@@ -228,7 +229,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def file_of_keys(folder: Path) -> dict[str, str]:
-    """Which of a folder's files holds a tensor, by the tensor's name."""
+    """For every tensor name, the file of the folder that contains the tensor."""
     from safetensors import safe_open
 
     index, single = folder / INDEX, folder / SINGLE
@@ -252,7 +253,7 @@ def file_of_keys(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_tensors(file_of: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Tensors by name, read when they are asked for; `file_of`: the file of each."""
+    """Tensors by name, each read when it is accessed; `file_of` is the file of each."""
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
@@ -274,7 +275,8 @@ def _unreadable(path: Path, error: Exception) -> OctoPipeError:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model's folder has weights to read; weights it has in other files are refused, never left out."""
+    """Whether a model's folder contains weights that can be read; weights in other formats are rejected, never
+    ignored."""
     if (folder / INDEX).exists() or (folder / SINGLE).exists():
         return True
     for pattern, why in OTHERS.items():
@@ -289,7 +291,7 @@ def has_weights(folder: Path) -> bool:
 
 def _parameter(piece: nn.Module, prefix: str, name: str) -> Tensor:
     owner, _, attribute = name[len(prefix) :].rpartition(".")
-    return getattr(piece.get_submodule(owner), attribute)  # type: ignore[no-any-return]
+    return getattr(piece.get_submodule(owner), attribute)
 
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -300,7 +302,7 @@ def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The innermost model that a module belongs to: its `_init_weights` counts."""
+    """The innermost model that a module belongs to, whose `_init_weights` applies."""
     parts, best, at = name.split("."), model, model
     for part in parts:
         at = getattr(at, part, None)  # type: ignore[assignment]
@@ -313,7 +315,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the loader's progress bars: every rank would show one per layer."""
+    """Suppresses the loader's progress bars: every rank would show one per layer."""
     from transformers.utils import logging
 
     shown_before: Any = getattr(logging, "is_progress_bar_enabled", lambda: True)()

@@ -30,8 +30,8 @@ def use_cpu() -> None:
         raise OctoPipeError("Megatron-Core is not installed: pip install megatron-core")
     _DONE.append(True)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, _on_host(getattr(torch, name)))
     with warnings.catch_warnings():

@@ -112,7 +112,7 @@ def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
     homes = [plan.stages_of_rank(r) for r in range(plan.num_ranks)]
     depth = virtual_size(plan) or 1
 
-    class PlanLayerLayout(PipelineParallelLayerLayout):
+    class PlanLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         """Megatron's layout with the plan's placement."""
 
         def __init__(self) -> None:

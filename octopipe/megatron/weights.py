@@ -22,6 +22,7 @@ from octopipe.runtime.precision import gradient_dtype
 from octopipe.runtime.stages.weight_queue import WeightQueue
 from octopipe.runtime.stages.wgrad_ops import add_into, times, wide_product
 from octopipe.runtime.torch_private import unsafe_view
+from octopipe.runtime.typed_function import Function, Gradients
 
 _HOLDER = "_octopipe_split"
 """Name of the attribute by which a layer refers to the split that its products use."""
@@ -120,11 +121,11 @@ def _divert(linear: Any, split: Split) -> None:
     linear.__dict__["_forward_impl"] = product
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     """input @ weight.T + bias; the weight's gradient is queued, all others are returned."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Any, parameter: list[Tensor], holder: _Holder,
         reduces: bool, gathers: bool, group: Any,
     ) -> Tensor:  # fmt: skip
@@ -141,7 +142,7 @@ class _Product(torch.autograd.Function):
         return unsafe_view(out, out.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         input, weight = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:

@@ -288,7 +288,7 @@ class Executor:
                     slot.ended = clock()
                     given = cell.asked.wanted
             elif code != R and code != W:
-                given = self._gradients_for(cell, slot, losses, scales)
+                given = self.gradients_for(cell, slot, losses, scales)
             if ins.moves is not None:
                 ops.fetch(ins.moves.fetch_with_op, self._device)
             for sent in ins.release:
@@ -325,7 +325,7 @@ class Executor:
             elif self.between_ops is not None:
                 self.between_ops()
 
-    def _gradients_for(self, cell: Cell, slot: Any, losses: dict[int, Tensor], scales: Sequence[float]) -> list[Any]:
+    def gradients_for(self, cell: Cell, slot: Any, losses: dict[int, Tensor], scales: Sequence[float]) -> list[Any]:
         """What the backward pass of a cell starts from: the next stage's gradients, or the loss's own."""
         if slot is not None:
             gradients = self.transport.take_gradient(slot)

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import FLOAT8_REMEDY, refuse_on_cpu
 from octopipe.runtime.stages.wgrad import add_product, site_of
+from octopipe.runtime.stages.wgrad_ops import WeightSite
 from octopipe.runtime.torch_private import WithoutFunctionModes, scaled_mm, unsafe_view
+from octopipe.runtime.typed_function import Function, Gradients
 
 LEAST = 64
 MULTIPLE = 16
@@ -208,16 +209,26 @@ class ScaledProduct(Function):
     """`x @ weight.T + bias`; the weight's gradient goes where the running stage wants it (`site`)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, scaled, values, scale):  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        site: WeightSite | None,
+        scaled: ScaledWeight,
+        values: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.scaled, ctx.with_bias = site, scaled, bias is not None
+        assert scaled.rows is not None and scaled.scale is not None  # `follow` has made them
         out = product(values, scale, scaled.rows, scaled.scale, x.dtype, fast=True)
         if bias is not None:
             out += bias
         return unsafe_view(out, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, _ = ctx.saved_tensors
         needs, site, scaled = ctx.needs_input_grad, ctx.site, ctx.scaled
         gx = gw = gb = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octopipe.plans.paths import edges_of
-from octopipe.plans.plan import CODES, Plan, R
+from octopipe.plans.plan import Plan, R
 from octopipe.runtime.slots import (
     RECEIVE,
     SEND,
@@ -22,6 +22,7 @@ from octopipe.runtime.slots import (
     Slot,
     Step,
     layers_done,
+    op_steps,
     proven_releases,
     queue_of,
     set_moves,
@@ -73,11 +74,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
     steps: list[Step] = []
     for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
-            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
-            if beside is not None:
-                second = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
-                steps[-1].beside = second
-                steps.append(second)
+            steps += op_steps(cells, op, beside)
             continue
         assert consumer is not None
         sending, forward = kind == "send", op.kind == "F"

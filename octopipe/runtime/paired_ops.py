@@ -14,7 +14,7 @@ from weakref import ref
 from torch import Tensor
 
 from octopipe.plans.plan import B, F, I, R, W
-from octopipe.runtime.slots import Step
+from octopipe.runtime.slots import Cell, Step
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.turns import Fill, Patience, Turns, give_turn
 
@@ -150,7 +150,7 @@ class PairedOps:
         return made
 
     def _forward(self, ins: Step, given: Given) -> Prepared:
-        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
+        executor, cell, slot = self._executor, ins.cell, ins.slot
         if slot is None:
             value, needs = executor.own_input(cell, given.micro_batches)
         else:
@@ -158,35 +158,50 @@ class PairedOps:
             slot.ended = time.perf_counter()
             needs = cell.asked.wanted
         then = executor.loss(given.targets, cell.micro_batch) if cell.last else None
-        seed = executor.micro_batch_seeds[cell.micro_batch]
-        side = None if given.sides is None else given.sides[cell.micro_batch]
 
-        def compute() -> None:
-            results.append(executor.ops.forward(cell, value, needs, then, seed, side))
-
-        def finish() -> None:
-            cell.runs, out, cell.needs = results.pop()
+        def hand_on(out: Any) -> None:
             if cell.last:
                 given.losses[cell.micro_batch] = out
             else:
                 cell.value = out
 
+        return self._forward_of(cell, given, (value, needs, then), hand_on)
+
+    def _forward_of(
+        self, cell: Cell, given: Given, arguments: tuple[Any, Any, Any], hand_on: Callable[[Any], None]
+    ) -> Prepared:
+        """F of a cell with its `arguments` (input, which leaves take a gradient, loss); `hand_on` takes its output."""
+        executor, results = self._executor, list[Any]()
+        seed = executor.micro_batch_seeds[cell.micro_batch]
+        side = None if given.sides is None else given.sides[cell.micro_batch]
+
+        def compute() -> None:
+            results.append(executor.ops.forward(cell, *arguments, seed, side))
+
+        def finish() -> None:
+            cell.runs, out, cell.needs = results.pop()
+            hand_on(out)
+
         return Prepared(compute, finish)
 
     def _backward(self, ins: Step, given: Given) -> Prepared:
-        executor, cell, slot, results = self._executor, ins.cell, ins.slot, []  # type: ignore[var-annotated]
-        if slot is not None:
-            gradients = executor.transport.take_gradient(slot)
-            slot.ended = time.perf_counter()
-            cell.sent = None
-        elif cell.after is not None:
-            gradients, cell.after.gradients = cell.after.gradients, None
-        else:
-            loss, scale = given.losses[cell.micro_batch], given.scales[cell.micro_batch]
-            gradients = [executor.seed_gradient(loss, scale)]
+        executor, cell = self._executor, ins.cell
+        gradients = executor.gradients_for(cell, ins.slot, given.losses, given.scales)
 
-        ops = executor.ops
-        # A pair's B leaves its weight gradients until its next exchange: they fill what the other op leaves exposed.
+        def hand_back(found: list[Any]) -> None:
+            if not cell.first:
+                cell.gradients = found
+            elif found and given.micro_batches is not None:
+                executor.outside.keep(given.micro_batches[cell.micro_batch], found)
+
+        return self._backward_of(ins, gradients, hand_back)
+
+    def _backward_of(self, ins: Step, gradients: list[Any], hand_back: Callable[[list[Any]], None]) -> Prepared:
+        """I or B from these gradients of the output; `hand_back` takes the gradients of the input.
+
+        A pair's B leaves its weight gradients until its next exchange: they fill what the other op leaves exposed.
+        """
+        ops, cell, results = self._executor.ops, ins.cell, list[Any]()
         split = ins.code == B and not isinstance(ops, GraphedOps)
 
         def compute() -> None:
@@ -195,11 +210,7 @@ class PairedOps:
                 ops.weight(cell)
 
         def finish() -> None:
-            found = results.pop()
-            if not cell.first:
-                cell.gradients = found
-            elif found and given.micro_batches is not None:
-                executor.outside.keep(given.micro_batches[cell.micro_batch], found)
+            hand_back(results.pop())
 
         return Prepared(compute, finish, (lambda: ops.weight_so_far(cell)) if split else None)
 

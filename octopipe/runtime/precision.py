@@ -203,7 +203,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 self._versions[parameter] = parameter._version
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one update. A closure is called with gradients enabled, as in torch's optimizers."""
         for parameter, master in self._pairs:
             self._follow(parameter, master)

@@ -15,6 +15,7 @@ freed at the end of the training step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,11 +166,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
     t = plan.table()
     for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
-            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
-            if beside is not None:
-                second = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
-                steps[-1].beside = second
-                steps.append(second)
+            steps += op_steps(cells, op, beside)
             continue
         assert consumer is not None
         sending = kind == "send"
@@ -212,6 +209,15 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         needs_target=any(c.last for c in cells.values()),
         last_releases=tuple(released.get(-1, ())),
     )
+
+
+def op_steps(cells: Mapping[tuple[int, int], Cell], op: Op, beside: Op | None) -> list[Step]:
+    """The step of an op, followed by that of the op which runs beside it as a pair."""
+    step = Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op)
+    if beside is None:
+        return [step]
+    step.beside = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
+    return [step, step.beside]
 
 
 def set_moves(program: Program, rank: int, computes: list[Step]) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.turns import failed_elsewhere, run_exchange
+from octopipe.runtime.typed_function import Function, Gradients
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.arenas import Arenas
 from octopipe.runtime.wire.transports.cuda_ipc import CHUNK_BYTES, CHUNKS
@@ -128,16 +129,18 @@ class Moving(NamedTuple):
         return self.out
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(Function):
     """Backward sends every gradient row back to where its row came from."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, moved: TokenExchange, send, receive) -> Tensor:  # type: ignore[override,no-untyped-def]
+    def forward(
+        ctx: Any, rows: Tensor, moved: TokenExchange, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> Tensor:
         ctx.moved, ctx.splits = moved, (send, receive)
         return run_exchange(lambda: moved.start(rows, send, receive), moved.size)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override,no-untyped-def]
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         send, receive = ctx.splits
         moved = ctx.moved
         return run_exchange(lambda: moved.start(gradient, receive, send), moved.size), None, None, None

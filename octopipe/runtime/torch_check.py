@@ -100,7 +100,7 @@ def collectives() -> list[Finding]:
     ]
     if torch.cuda.is_available():
         there = dist.is_nccl_available()
-        version = ".".join(map(str, torch.cuda.nccl.version())) if there else "missing"  # type: ignore[no-untyped-call]
+        version = ".".join(map(str, torch.cuda.nccl.version())) if there else "missing"
         out.append(("NCCL", OK if there else BROKEN, version, "" if there else "install a torch with NCCL"))
     return out
 

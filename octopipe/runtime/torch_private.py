@@ -10,6 +10,7 @@ some of the ops that are timed. ATTRIBUTES lists them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 # -- interception of function calls (stages/wgrad.py) -------------------------------------------------------------
 
 push_function_mode, pop_function_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
-function_mode_stack = _get_current_function_mode_stack
+function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 WithoutFunctionModes = torch._C.DisableTorchFunction
 """A context in which no torch-function mode sees a call."""
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)

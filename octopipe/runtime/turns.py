@@ -50,7 +50,7 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long an exchange within a pair is waited for on the host, and who tells of failures elsewhere."""
+    """The timeout of exchanges within a pair on the host, and the function that reports failures of other ranks."""
 
     timeout_s: float
     failed: Callable[[], str]
@@ -58,7 +58,7 @@ class Patience:
 
 
 class OtherFailed(Exception):
-    """Ends an op whose partner failed; never seen by users."""
+    """Ends an op whose partner has failed; users never see it."""
 
 
 Fill = Callable[[], None] | None
@@ -66,7 +66,7 @@ Fill = Callable[[], None] | None
 
 
 class _Pair:
-    """One pair while it runs."""
+    """A pair while it runs."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class _Pair:
                 self._to(1 - side)
 
     def hand_over(self) -> None:
-        """Let the other op run until its next exchange, or its end; then fill what may be left of the exchange."""
+        """Let the other op run until its next exchange or its end, then compute what may fill the rest of the
+        exchange."""
         side = self.turn
         self._other_runs(side)
         fill = self._fills[side]
@@ -173,8 +174,8 @@ def exchanges_started() -> int:
 
 
 def run_exchange(issue: Callable[[], Pending], ranks: int = 0) -> Any:
-    """Issue an exchange among so many ranks, let the other op of a pair run meanwhile, and wait; returns what waiting
-    for it gives."""
+    """Issue an exchange among this number of ranks, let the other op of a pair run meanwhile, and wait; returns the
+    result of the wait."""
     global _started
     _started += 1
     _among(ranks)
@@ -192,10 +193,10 @@ def run_exchange(issue: Callable[[], Pending], ranks: int = 0) -> Any:
 
 @contextmanager
 def exchange() -> Iterator[None]:
-    """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, kernels of one's own).
+    """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, custom kernels).
 
-    Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
-    other op runs in between. Nothing happens elsewhere, except that a profile counts the block as exchange.
+    Issue it inside the block; wait for it, or use its results, after the block. If the op is one of a pair, the other
+    op runs in between. Otherwise nothing happens, except that a profile counts the block as an exchange.
     """
     global _started
     _started += 1
@@ -212,19 +213,19 @@ def exchange() -> Iterator[None]:
 
 
 def give_turn() -> None:
-    """Within a pair: let the other op run until its next exchange, though nothing is exchanged here."""
+    """Within a pair, let the other op run until its next exchange, although nothing is exchanged here."""
     if _running is not None and not _running.apart:
         _running.hand_over()
 
 
 def failed_elsewhere() -> str:
-    """Within a pair: what has failed in the job, so that nobody waits for it; "" otherwise."""
+    """Within a pair, what has failed in the job, so that no rank waits for it; otherwise ""."""
     patience = None if _running is None else _running.patience
     return "" if patience is None else patience.failed()
 
 
 class _Waited:
-    """A `Work` of the host whose wait ends where a rank elsewhere has failed; all else is the work's own."""
+    """A `Work` on the host whose wait ends if another rank has failed; everything else is unchanged."""
 
     def __init__(self, work: Any, patience: Patience):
         self._work, self._patience = work, patience
@@ -238,8 +239,8 @@ class _Waited:
 
 
 def _wait_patiently(work: Any, patience: Patience) -> None:
-    """Until an exchange of the host has ended. The group is the user's: it is not closed where another rank fails, so
-    whoever waits in it has to look for itself."""
+    """Wait until an exchange on the host has ended. The group belongs to the user and is not closed when another rank
+    fails, so the wait has to check for that itself."""
     began = looked = time.monotonic()
     pause = 0.0
     while not work.is_completed():
@@ -257,7 +258,8 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
 
 
 def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
-    """A group's exchange that yields to the other op before anybody can wait for it."""
+    """Wraps a function of a group that starts an exchange: the other op of a pair runs before anything can wait for
+    it."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         heard, pair = _heard, _running
@@ -281,13 +283,13 @@ def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_host(*arguments: Any) -> bool:
-    """Whether the tensors among these are the host's."""
+    """Whether there are tensors among these and all of them are in host memory."""
     flat = [t for x in arguments for t in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(t, torch.Tensor)]
     return bool(flat) and all(t.device.type == "cpu" for t in flat)
 
 
 def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
-    """A functional collective, whose result is waited for when it is used."""
+    """Wraps a functional collective, whose result is waited for when it is used."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         heard = _heard
@@ -306,7 +308,8 @@ def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def watching(heard: Callable[[], None]) -> Iterator[None]:
-    """Within: `heard` is called where an exchange begins and where it has ended, on the thread that runs it."""
+    """A context in which `heard` is called when an exchange begins and when it has ended, on the thread that runs
+    it."""
     global _heard
     assert _heard is None and _running is None
     _heard = heard
@@ -335,7 +338,7 @@ def _exchanges_found() -> Iterator[None]:
 
 
 class Turns:
-    """Runs pairs; keeps the second thread between them."""
+    """Runs pairs; keeps the second thread for the next pair."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -93,7 +93,7 @@ def tensor_flags(form: Form, flags: list[bool]) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """A dict, or a mapping that is made from one."""
+    """A dict, or a mapping that can be built from one."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -105,7 +105,8 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Items:
-    """A subclass of tuple or list: one argument per item where it has fields (a named tuple), else all in one."""
+    """A subclass of tuple or list: built with one argument per item if it has fields (a named tuple), otherwise from
+    one sequence."""
 
     kind: type
 
@@ -115,7 +116,7 @@ class Items:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fields:
-    """A dataclass: made without its `__init__`, which might compute anew what it holds."""
+    """A dataclass, built without its `__init__`, which might recompute its fields."""
 
     kind: type
     names: tuple[str, ...]
@@ -129,7 +130,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registered:
-    """A type that torch's pytree knows."""
+    """A type that is registered with torch's pytree."""
 
     kind: type
     context: Any
@@ -142,7 +143,7 @@ class Registered:
 
 
 def _open(value: Any, kind: type) -> tuple[Any, Any] | None:
-    """How to build such a value, and its parts; None for what is not a container."""
+    """How to build a value of this kind, and its parts; None if it is not a container."""
     known = pytree.SUPPORTED_NODES.get(kind)
     if known is not None and kind is not torch.Size:
         parts, context = known.flatten_fn(value)
@@ -176,7 +177,8 @@ def _hashable(context: Any) -> Any:
 
 
 def check_leaves(leaves: list[Any], place: Callable[[], str]) -> None:
-    """Refuse a constant that holds tensors. `place()` opens the message: what gave the value."""
+    """Reject a constant that contains tensors. `place()` returns the beginning of the message: where the value comes
+    from."""
     for leaf in leaves:
         if type(leaf) in ATOMS or isinstance(leaf, Tensor):
             continue
@@ -188,7 +190,7 @@ def check_leaves(leaves: list[Any], place: Callable[[], str]) -> None:
 
 
 def _hides_tensor(thing: Any, seen: set[int], depth: int) -> bool:
-    """Whether a tensor can be reached; True where that cannot be told."""
+    """Whether a tensor can be reached from the value; True if that cannot be determined."""
     kind = type(thing)
     if kind in ATOMS or isinstance(thing, (enum.Enum, type)):
         return False

@@ -39,7 +39,8 @@ PIECE = 1 << 24
 
 
 class Verifier:
-    """Watches one micro-batch of every stage of an executor for one step; `finish` compares."""
+    """Records one micro-batch of every stage of an executor during one step; `finish` compares it with plain
+    autograd."""
 
     def __init__(self, executor: Any, named: Mapping[str, nn.Parameter]):
         self._executor = executor
@@ -64,7 +65,7 @@ class Verifier:
             executor.chains[number] = watched
 
     def finish(self, world: Any) -> None:
-        """Compare; every rank raises what any rank found (collective)."""
+        """Compare; every rank raises the findings of all ranks (collective)."""
         found = ""
         for number, watched in self._watched.items():
             self._executor.chains[number] = watched.chain
@@ -94,7 +95,7 @@ class Verifier:
 
 
 class _Watched:
-    """A chain that keeps what one micro-batch was given, and what its ops added to `.grad`."""
+    """A chain that records the inputs of one micro-batch, and what its ops added to `.grad`."""
 
     def __init__(self, chain: Any, modules: Sequence[nn.Module], parameters: list[nn.Parameter], which: int):
         self.chain, self._modules, self.parameters, self._which = chain, modules, parameters, which
@@ -150,7 +151,7 @@ class _Watched:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Keeps what is added to `.grad` inside."""
+        """A context that records what is added to `.grad` within it."""
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -163,7 +164,7 @@ class _Watched:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     def compare(self, names: Mapping[int, str], autocast: Callable[[], Any]) -> str:
-        """What differs, in one line; empty where nothing does."""
+        """The differences, in one line; empty if there are none."""
         if self._given is None or self._found is None:
             return ""
         value, needs, then, seed, side = self._given
@@ -222,7 +223,7 @@ class _Watched:
 
 
 class _WatchedRun:
-    """All parts of one micro-batch's run through a chain, as one."""
+    """All parts of the run of one micro-batch through a chain, as one run."""
 
     def __init__(self, watched: _Watched, runs: list[Any]):
         self._watched, self.runs = watched, runs
@@ -252,7 +253,7 @@ class _WatchedRun:
 
 
 def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of `wanted`, `.grad` left as it was."""
+    """The gradients of `wanted`; `.grad` does not change."""
     try:
         return torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
@@ -289,7 +290,7 @@ def _far(a: Tensor, b: Tensor, limit: float, floor: float) -> bool:
 
 
 def _norm(x: Tensor, away_from: Tensor | None = None) -> float:
-    """The norm of a tensor, or of its difference from another one, which may be on another device."""
+    """The norm of a tensor, or of its difference from another tensor, which may be on another device."""
     wide = torch.complex128 if x.is_complex() or (away_from is not None and away_from.is_complex()) else torch.float64
     other = None if away_from is None else away_from.detach().reshape(-1)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)

@@ -26,8 +26,8 @@ MOST_SEQUENCES = 2048
 def dynamic_groups(spec: ModelSpec, setup: Setup, lengths: Sequence[int]) -> Groups:
     """Micro-batches of padded sequences that minimise (S-1) t_max + sum t, the shortest first.
 
-    A micro-batch fits where all of a rank's in-flight activations, about one micro-batch of the whole model, do; a
-    sequence alone is always tried, and the simulation has the last word.
+    A micro-batch fits if all activations that a rank holds in flight fit, which are about one micro-batch of the whole
+    model. A single sequence is always tried, and the simulation decides in the end.
     """
     if len(lengths) > MOST_SEQUENCES:
         raise OctoPipeError(f"{len(lengths)} sequences; DynaPipe's grouping takes up to {MOST_SEQUENCES} a step")
@@ -39,9 +39,10 @@ def dynamic_groups(spec: ModelSpec, setup: Setup, lengths: Sequence[int]) -> Gro
 
 
 def prices(spec: ModelSpec, setup: Setup, longest: int) -> tuple[Callable[[int, int], float], float]:
-    """Time of one stage on `count` sequences of `length`, and the tokens that fit.
+    """The time of one stage for `count` sequences of `length`, and the number of tokens that fit.
 
-    The time is a + b tokens + c tokens x length: kernels' starts, products, attention; exact at three points.
+    The time is a + b tokens + c tokens x length (kernel launches, matrix products, attention); it is exact at three
+    points.
     """
 
     def table(count: int, length: int) -> CostTable:

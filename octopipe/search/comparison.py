@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one system reached, or why it did not run."""
+    """The result of one system, or the reason why it did not run."""
 
     system: str
     title: str = ""
@@ -82,7 +82,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
-    """All results, best first: what fits by step time, then what does not fit, then what does not run."""
+    """All results, the best first: plans that fit by step time, then plans that do not fit, then systems that did not
+    run."""
 
     model: str
     num_ranks: int
@@ -134,12 +135,12 @@ def compare(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Run the named systems (all, if none are named) on every core.
+    """Run the named systems (all, if none are named) on all cores.
 
-    `split_backward` splits B into I and W for systems that do not (the paper compares so). `recompute` full or auto
-    recomputes for systems that do not decide it themselves, with `price` for the costs of every mode. `options`
-    holds the options of single systems: {"tessel": {"time_limit_s": 5}}. `own` has the costs and the number of
-    micro-batches of systems that make micro-batches of the same sequences by themselves.
+    `split_backward` splits B into I and W for systems that do not (as the paper does for its comparison). `recompute`
+    (full or auto) recomputes for systems that do not decide that themselves, with `price` for the costs of every mode.
+    `options` holds the options of single systems: {"tessel": {"time_limit_s": 5}}. `own` has the costs and the number
+    of micro-batches of systems that form their own micro-batches from the same sequences.
     """
     wanted = list(dict.fromkeys(systems() if names is None else names))
     for name in wanted:
@@ -260,7 +261,8 @@ class _Task:
 
 
 def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: int | None) -> Iterable[Result]:
-    """Results as they come, from as many processes as there are cores (from this one if there is one core)."""
+    """Results as they arrive, from as many processes as there are cores (from this process if there is only one
+    core)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores if processes is None else processes, len(settings))
     if workers <= 1:
@@ -296,7 +298,8 @@ KILLED = "its process was killed (out of memory?); name fewer --systems"
 
 
 def _deaf() -> None:
-    """Ctrl-C reaches all processes of a terminal: the parent hears it, and ends the workers."""
+    """Ignore Ctrl-C in workers: it reaches all processes of a terminal, and the parent handles it and ends the
+    workers."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -27,7 +27,7 @@ def explain(
     bound_name: str = "",
     plans: PlanClass | None = None,
 ) -> str:
-    """Why the step takes as long as it does; `plans` are those that the bound speaks of."""
+    """Why the step takes as long as it does; `plans` is the class of plans for which the bound holds."""
     step_ms = timeline.step_ms
     if step_ms <= 0:
         return "no op takes any time"
@@ -50,7 +50,7 @@ def _busiest(timeline: Timeline) -> str:
 
 
 def _heaviest(plan: Plan, costs: CostTable) -> list[str]:
-    """The largest layer, where it is so large that ranks cannot be evened out around it."""
+    """The largest layer, if it is so large that the ranks cannot be balanced around it."""
     layer_ms = costs.layer_ms
     total = float(layer_ms.sum())
     if costs.num_layers < 2 or total <= 0:
@@ -75,7 +75,7 @@ def _heaviest(plan: Plan, costs: CostTable) -> list[str]:
 
 
 def _idle(timeline: Timeline) -> str:
-    """Idle time by its cause, as shares of all ranks' time."""
+    """Idle time by cause, as shares of the time of all ranks."""
     bubbles = timeline.bubbles
     whole = max(timeline.makespan_ms * timeline.num_ranks, 1e-300)
     shares = {n[:-3]: 100.0 * float(getattr(bubbles, n).sum()) / whole for n in bubbles._fields if n != "idle_ms"}
@@ -86,7 +86,7 @@ def _idle(timeline: Timeline) -> str:
 
 
 def _memory(timeline: Timeline) -> list[str]:
-    """The rank nearest to its limit, where that is near."""
+    """The rank that is nearest to its limit, if it is near."""
     if not timeline.memory:
         return []
     used = timeline.peak_bytes / np.array(timeline.capacity_bytes)

@@ -39,7 +39,7 @@ OWN_SYMBOLS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignPlan:
-    """A plan and what had to be said about it, a line each."""
+    """A plan with notes about it, one line each."""
 
     plan: Plan
     notes: tuple[str, ...] = ()
@@ -60,8 +60,9 @@ def megatron_plan(
 ) -> ForeignPlan:
     """The plan that Megatron runs for this text: its placement and its order.
 
-    `vp` (stages per rank) and `schedule` ("1f1b" or "interleaved") follow from the text; given, they must agree.
-    `group_size`: `--microbatch-group-size-per-virtual-pipeline-stage` (default: pp). `costs` name the model.
+    `vp` (stages per rank) and `schedule` ("1f1b" or "interleaved") follow from the text; if they are given, they must
+    agree with it. `group_size`: `--microbatch-group-size-per-virtual-pipeline-stage` (default: pp). `costs` give the
+    model's name.
     """
     pieces, notes = _with_ends(text, pp)
     if len(pieces) % pp:
@@ -168,7 +169,7 @@ def _assembled(text: MegatronText, pieces: Sequence[str], pp: int, m: int, group
 
 
 def megatron_order(rank: int, pp: int, chunks: int, num_micro_batches: int, group: int) -> tuple[Op, ...]:
-    """Megatron's own order on one rank, stages numbered round robin: 1F1B, or interleaved in groups."""
+    """Megatron's own order on one rank, with stages numbered round robin: 1F1B, or interleaved in groups."""
     table = [
         (chunk, m)
         for start in range(0, num_micro_batches, group)
@@ -193,8 +194,8 @@ def torch_plan(
 ) -> ForeignPlan:
     """The plan that PyTorch runs for this CSV.
 
-    A CSV says nothing about layers: `partition` gives them per stage; left out, a model (`costs`) is split evenly,
-    and without a model every stage is one layer.
+    A CSV contains nothing about layers: `partition` states how many each stage has. Without it, a model (`costs`) is
+    split evenly, and without a model every stage is one layer.
     """
     orders = parse_orders(schedule.rows)
     count = max(op.stage for order in orders for op in order) + 1

@@ -44,7 +44,7 @@ _COLUMN = {"F": TIMES["forward_ms"], "I": TIMES["backward_ms"], "W": TIMES["weig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a plan's timed steps showed."""
+    """The measurements of a plan's timed steps."""
 
     steps_ms: tuple[float, ...]
     """With the reductions of gradients that plans with copies need (`reduced_ms`)."""
@@ -66,7 +66,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One plan of the loop."""
+    """One plan of the loop, with its prediction and measurement."""
 
     name: str
     round: int
@@ -83,7 +83,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What a layer kind's times were multiplied by."""
+    """The factor by which the times of a layer kind were multiplied."""
 
     kind: str
     layers: int
@@ -94,7 +94,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the loop ends with."""
+    """The result of the loop."""
 
     rows: tuple[Row, ...]
     best: Row
@@ -113,7 +113,7 @@ class Outcome:
 
     @property
     def predicted_ms(self) -> float:
-        """The winner's step, by the corrected profile."""
+        """The step time of the winner, predicted with the corrected profile."""
         return reduced_ms(predict(self.best.plan, self.profile))
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Outcome:
 
 
 def reduced_ms(timeline: Timeline) -> float:
-    """A step to the end of its ops and of its gradient reductions; the optimizer comes after."""
+    """The time to the end of the ops and of the gradient reductions; the optimizer follows."""
     reductions = (float(e.end_ms) for e in timeline.extras if e.name.startswith("reduce"))
     return max([timeline.makespan_ms, *reductions])
 
@@ -177,10 +177,10 @@ def tune_measured(
 ) -> Outcome:
     """Run the published systems, then tune, run and correct, up to `rounds` times or until the budget ends.
 
-    `also`: further searches of every round, by what their plans are called ("with a cut head").
-    `kinds`: what every layer is, in words; layers of one kind are corrected together (default: by their symbols).
-    `budget_s` bounds the whole: a new round begins only where the longest one so far still fits. `fitted`: every plan
-    as the runtime takes it (its ranks named otherwise, say); a system whose plan it refuses is skipped.
+    `also`: further searches of every round, by a name for their plans ("with a cut head"). `kinds`: a description of
+    every layer; layers of one kind are corrected together (default: by their symbols). `budget_s` limits the whole: a
+    new round begins only if the longest one so far still fits. `fitted`: converts every plan to the form that the
+    runtime takes (with other names of ranks, for example); a system whose plan it rejects is skipped.
     """
     costs = profile.costs
     kinds = _kind_of_every_layer(kinds, costs)
@@ -265,7 +265,7 @@ def _with_copies(search: Search, copies: bool, costs: CostTable) -> Plan:
 def corrected(
     profile: Profile, rows: Sequence[Row], kinds: Sequence[str], *, passes: int = 3
 ) -> tuple[Profile, tuple[Correction, ...]]:
-    """The profile as all these runs correct it, and what each layer kind was multiplied by."""
+    """The profile as corrected by all these runs, and the factor of each layer kind."""
     names = list(dict.fromkeys(kinds))
     group = np.array([names.index(kind) for kind in kinds])
     factors = {kind: np.ones(len(names)) for kind in _COLUMN}
@@ -317,7 +317,8 @@ def _scaled(profile: Profile, scale: dict[str, Floats], gap_ms: float, fused: fl
 
 
 def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """By op kind: what each layer kind adds to every op's predicted time [ops, kinds], and the time it took."""
+    """By op kind: what each layer kind contributes to every op's predicted time [ops, kinds], and the measured
+    times."""
     plan, costs = row.plan, profile.costs
     spans = predict(plan, profile).spans
     predicted = spans.end_ms - spans.start_ms
@@ -345,8 +346,8 @@ def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dic
 
 
 def _fit(parts: Floats, took: Floats, before: Floats) -> Floats:
-    """Factors of the columns with which the rows' sums come closest to the times taken, in relative terms. `before`:
-    what the columns were multiplied by already; it is the product of both that is drawn towards 1.
+    """Factors of the columns for which the sums of the rows come closest to the measured times, in relative terms.
+    `before`: the factors that the columns have already; the product of both is drawn towards 1.
 
     >>> parts, took = np.array([[1.0, 1.0], [1.0, 3.0], [2.0, 0.0]]), np.array([3.0, 7.0, 2.0])
     >>> _fit(parts, took, np.ones(2)).round(1).tolist()

@@ -35,7 +35,8 @@ ROOMS = (1.3, 1.8, 3.0, math.inf)
 
 
 def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
-    """The plan with these stages' activations in host memory between F and backward; none of them recomputes."""
+    """The plan in which the activations of these stages are in host memory between F and backward; none of them
+    recomputes."""
     chosen = set(stages)
     orders = plan.orders
     if any(plan.stages[s].recompute for s in chosen):
@@ -50,10 +51,10 @@ def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
 
 
 def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
-    """The plan with offload on the ranks where it does not fit otherwise; None where that does not suffice.
+    """The plan with offload on the ranks on which it does not fit otherwise; None if that is not enough.
 
-    A stage leaves and comes back as a whole, so that coarse stages leave much on the device; where they do not fit,
-    they are cut finer.
+    A stage is moved to host memory as a whole, so coarse stages need much memory on the device; if they do not fit,
+    they are divided.
     """
     timeline = simulate(plan, costs, check=False)
     if timeline.fits:
@@ -71,8 +72,8 @@ def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
 
 
 def finer(plan: Plan, layers: int) -> Plan:
-    """The same work in the same order, with stages of at most so many layers: parts of a stage on its rank, one after
-    the other. Stages that recompute stay as they are, and so do plans with pairs or with shards of layers."""
+    """The same work in the same order, with stages of at most this many layers: parts of a stage on its rank, one after
+    the other. Stages that recompute do not change, and neither do plans with pairs or with shards of layers."""
     if plan.pairs or plan.shards() or all(s.num_layers <= layers for s in plan.stages):
         return plan
     parts: list[list[int]] = []
@@ -104,7 +105,8 @@ def _edges(route: Sequence[int], edges: Iterable[Edge], parts: Sequence[Sequence
 
 
 def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
-    """The plan with as many recomputing stages as fit into host memory instead, those that take longest first."""
+    """The plan in which as many recomputing stages as fit into host memory use that instead, the slowest to recompute
+    first."""
     best, timeline = plan, simulate(plan, costs, check=False)
     again = [k for k, s in enumerate(plan.stages) if s.recompute]
     cost = costs.layer_times("R")
@@ -121,8 +123,8 @@ def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
 
 
 def published(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Iterator[Plan]:
-    """Plans of published systems that hold each layer once and recompute nothing, whatever memory they need. Those that
-    run W at once hold least after a backward, where host memory does not help, so backwards are not split."""
+    """Plans of published systems that hold each layer once and recompute nothing, whatever memory they need. Backwards
+    are not split, because plans that run W at once hold least after a backward, when host memory does not help."""
     free = costs.replace(rank_memory_bytes=())
     for name in SYSTEMS:
         most = min(MOST_CHUNKS, costs.num_layers // num_ranks) if name == "interleaved" else 0
@@ -144,7 +146,7 @@ def with_offload(
     search: SearchMore,
     stopped: Callable[[], bool],
 ) -> Found | None:
-    """What was found without host memory, or the fastest plan that fits with it; None where nothing fits."""
+    """The plan found without host memory, or the fastest plan that fits with it; None if none fits."""
     best = found
     if found is not None:
         better = _taken(found, *without_recomputing(found.plan, costs), name="offload instead of recomputing")
@@ -184,7 +186,7 @@ def with_offload(
 
 
 def _taken(found: Found, plan: Plan, timeline: Timeline, *, name: str) -> Found | None:
-    """The plan in the place of what was found, where it is faster."""
+    """The plan in place of the one found before, if it is faster."""
     before = found.timeline.step_ms
     if timeline.step_ms >= before * (1 - 1e-9):
         return None
@@ -194,7 +196,7 @@ def _taken(found: Found, plan: Plan, timeline: Timeline, *, name: str) -> Found 
 
 
 def offload_words(plan: Plan, timeline: Timeline, without_ms: float | None) -> str:
-    """What host memory has brought, in a line."""
+    """A line that states what host memory has gained."""
     if not plan.offloads or timeline.host is None:
         return "no plan that uses host memory was faster"
     gib = timeline.host_peak_bytes / 2**30

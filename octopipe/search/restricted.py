@@ -38,7 +38,7 @@ REPORT_S = 0.2
 
 
 class FixedSchedules:
-    """The partition for 1F1B and interleaved 1F1B, the number of stages a rank included."""
+    """Search of the partition for 1F1B and interleaved 1F1B, including the number of stages per rank."""
 
     def __init__(
         self, costs: CostTable, num_ranks: int, num_micro_batches: int, *, budget_s: float, seed: int = 0,
@@ -84,7 +84,7 @@ class FixedSchedules:
         )  # fmt: skip
 
     def _schedules(self) -> list[Plan]:
-        """One plan per number of stages a rank; the user's own first, where it is of this kind."""
+        """One plan per number of stages per rank; the user's own plan first, if it is of this kind."""
         found: list[Plan] = []
         if self.start is not None and runs_on_megatron(self.start):
             found.append(self.start)
@@ -108,7 +108,7 @@ class FixedSchedules:
         return (time.monotonic() - self.began) / self.budget_s
 
     def _anneal(self, plan: Plan, cuts: list[int], until: float) -> None:
-        """Move boundaries by a layer, alone or several in a row, at falling temperature."""
+        """Move boundaries by one layer, singly or several in a row, at falling temperature."""
         cuts = list(cuts)
         last = len(plan.stages)
         current = makespan_ms(with_cuts(plan, cuts), self.costs)
@@ -172,7 +172,7 @@ def _idle_rank(plan: Plan, cuts: list[int]) -> bool:
 
 
 def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
-    """The plan with its stages cut there; those that hold nothing are left out of it."""
+    """The plan with its stages cut at these positions, without empty stages."""
     full = [k for k in range(len(plan.stages)) if cuts[k] < cuts[k + 1]]
     stages = tuple(replace(plan.stages[k], first=cuts[k], stop=cuts[k + 1]) for k in full)
     if len(full) == len(plan.stages):
@@ -185,7 +185,8 @@ def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
 
 
 def runs_on_megatron(plan: Plan) -> bool:
-    """Stage i on rank i mod pp, as many on every rank once empty ones are put back, in Megatron's own order."""
+    """Whether stage i is on rank i mod pp, every rank has equally many once empty stages are added, and the order is
+    Megatron's own."""
     pp, m = plan.num_ranks, plan.num_micro_batches
     if len(plan.routes) != 1 or any(s.recompute for s in plan.stages):
         return False

@@ -16,7 +16,7 @@ from octopipe.simulation.timeline import Timeline
 
 
 def gap_of(step_ms: float, bound_ms: float) -> float:
-    """How far above a bound, as a share of it; a rounding error below a bound that is met counts as met.
+    """How far a time is above a bound, as a share of the bound; a rounding error below the bound counts as equal to it.
 
     >>> gap_of(85.0 - 1e-12, 85.0), gap_of(110.0, 100.0) > 0.0999
     (0.0, True)
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a callback sees while a search runs."""
+    """The state of a search that a callback receives."""
 
     seconds: float
     budget_s: float
@@ -70,7 +70,7 @@ Callback = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search hands back."""
+    """The result of a search before it is completed to a `TuneResult`."""
 
     plan: Plan
     timeline: Timeline
@@ -130,5 +130,5 @@ class TuneResult:
 
     @property
     def gap(self) -> float:
-        """How far above the proven bound, as a share of it."""
+        """How far the plan is above the proven bound, as a share of the bound."""
         return gap_of(self.step_ms, self.lower_bound_ms)

@@ -34,7 +34,7 @@ class PlanSchedule(PipelineRuntime):
     mean: bool = True
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-        loss = super()._maybe_get_loss(stage, mb_index)
+        loss = super()._maybe_get_loss(stage, mb_index)  # type: ignore[no-untyped-call]
         return loss / self._n_microbatches if self.mean and isinstance(loss, Tensor) else loss
 
     def _step_microbatches(self, *args: Any, **more: Any) -> None:
@@ -71,7 +71,9 @@ def schedule(
         raise OctoPipeError("no stages; PyTorch's runtime needs at least one on every rank: use fewer ranks")
     _check_stages(order.plan, mine)
     rows = communicating_rows(order.plan, costs)
-    out = PlanSchedule(mine, order.plan.num_micro_batches, loss_fn=loss_fn, scale_grads=False, **more)
+    out = PlanSchedule(  # type: ignore[no-untyped-call]
+        mine, order.plan.num_micro_batches, loss_fn=loss_fn, scale_grads=False, **more
+    )
     out.mean, out.notes, out.renamed = scale_grads, order.notes, order.renamed
     for stage in mine:
         repair_first_contact(stage)

@@ -74,7 +74,7 @@ def _takes_one(module: nn.Module) -> bool:
 class _StageMode(SplitMode):
     """The mode also inside the backward PyTorch's stage calls: torch takes it off for the time of that call."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.backward and self.in_backward:
             return self._outer_backward(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

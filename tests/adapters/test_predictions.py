@@ -158,6 +158,16 @@ def graph_costs(parts: Any) -> CostTable:
     return costs.replace(graph=LayerGraph(takes=parts.takes), boundary_bytes=np.ones(count))
 
 
+def summed_gradients(parts: Any, pieces: list[Any], first: dict[str, str]) -> dict[str, Any]:
+    """The pieces' gradients by the first name of each parameter, summed over the pieces that hold it."""
+    found: dict[str, Any] = {}
+    for k, piece in enumerate(pieces):
+        for name, grad in grads_of(piece.named_parameters()).items():
+            key = first[parts.name_in_model(k, name)]
+            found[key] = found[key] + grad if key in found else grad
+    return found
+
+
 @pytest.mark.parametrize("case", some([(2, True), (2, False), (4, False), (4, True)]), ids=str)
 def test_predictions_on_ranks_have_the_gradients_of_one_process(case: tuple[int, bool]) -> None:
     size, tied = case
@@ -171,11 +181,8 @@ def test_predictions_on_ranks_have_the_gradients_of_one_process(case: tuple[int,
     each = [run_along_paths(parts, pieces, x["input_ids"], y) for x, y in zip(inputs, targets, strict=True)]
     expected = sum(each) / 4
     expected.backward()
-    first, theirs = first_names(parts._cut.model), dict[str, Any]()
-    for k, piece in enumerate(pieces):
-        for name, grad in grads_of(piece.named_parameters()).items():
-            key = first[parts.name_in_model(k, name)]
-            theirs[key] = theirs[key] + grad if key in theirs else grad
+    first = first_names(parts._cut.model)
+    theirs = summed_gradients(parts, pieces, first)
     for rank in shared_ranks(size).run(gradients_on_ranks, tied, plans):
         for loss, grads, again in rank.values():
             assert loss == pytest.approx(float(expected.detach()), rel=1e-6) and again == pytest.approx(loss, rel=1e-6)
@@ -212,11 +219,8 @@ def test_heads_that_are_cut_on_ranks_have_the_gradients_of_one_process(size: int
     each = [exact_loss(parts, pieces, x["input_ids"], y) for x, y in zip(*two_rows(parts, 4), strict=True)]
     mean = sum(each) / 4
     mean.backward()
-    first, theirs = first_names(parts._cut.model), dict[str, Any]()
-    for k, piece in enumerate(pieces):
-        for name, grad in grads_of(piece.named_parameters()).items():
-            key = first[parts.name_in_model(k, name)]
-            theirs[key] = theirs[key] + grad if key in theirs else grad
+    first = first_names(parts._cut.model)
+    theirs = summed_gradients(parts, pieces, first)
     found = shared_ranks(size).run(gradients_on_ranks, False, plans)
     for name, plan in plans.items():
         assert plan is not None

@@ -123,28 +123,25 @@ def run_plan(world, plan, kind="gpt", tied=False, ddp=None, steps=1, **more):
         config.finalize_model_grads_func = finalize_model_grads
     step = megatron.forward_backward_func(plan, timeout_s=PATIENCE_S)
     batches = mm.batches(plan.num_micro_batches)
-    for _ in range(steps):
-        for m in models if ddp is not None else []:
-            m.zero_grad_buffer()
-        for c in chunks if ddp is None else []:
-            c.zero_grad(set_to_none=True)
-        found = step(
+
+    def losses_of(**more):
+        return step(
             forward_step_func=mm.forward_step,
             data_iterator=[iter(batches) for _ in models],
             model=models,
             num_microbatches=plan.num_micro_batches,
             seq_length=mm.LENGTH,
             micro_batch_size=2,
+            **more,
         )
-    only = step(
-        forward_step_func=mm.forward_step,
-        data_iterator=[iter(batches) for _ in models],
-        model=models,
-        num_microbatches=plan.num_micro_batches,
-        seq_length=mm.LENGTH,
-        micro_batch_size=2,
-        forward_only=True,
-    )
+
+    for _ in range(steps):
+        for m in models if ddp is not None else []:
+            m.zero_grad_buffer()
+        for c in chunks if ddp is None else []:
+            c.zero_grad(set_to_none=True)
+        found = losses_of()
+    only = losses_of(forward_only=True)
     step.close()
     loss_error = max((abs(float(a["loss"]) - b) for a, b in zip(found, losses)), default=0.0)
     loss_error = max([loss_error, *(abs(float(a["loss"]) - b) for a, b in zip(only, losses))])

@@ -59,6 +59,25 @@ def blocks(text: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", text, flags=re.S | re.M)
 
 
+def commands_of(text: str) -> list[str]:
+    """All lines of the page's shell blocks."""
+    return [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
+
+
+def outputs_of(commands: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What every command prints, ours in this process and torchrun's in processes of its own."""
+    said = []
+    for command in commands:
+        program, *arguments = shlex.split(command, comments=True)
+        capsys.readouterr()
+        if program == "torchrun":
+            said.append(torchrun(arguments, folder, folder / "logs"))
+        else:
+            assert program == "octopipe" and main(arguments) == 0, command
+            said.append(capsys.readouterr().out)
+    return said
+
+
 @pytest.mark.slow
 def test_every_command_of_the_hugging_face_guide_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,17 +92,9 @@ def test_every_command_of_the_hugging_face_guide_runs(
     transformers.AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained("my-model")
     for script in blocks(text, "python"):
         Path(script.splitlines()[0].removeprefix("# ")).write_text(script)
-    commands = [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
+    commands = commands_of(text)
     assert len(commands) == 7
-    said = []
-    for command in commands:
-        program, *arguments = shlex.split(command, comments=True)
-        capsys.readouterr()
-        if program == "torchrun":
-            said.append(torchrun(arguments, tmp_path, tmp_path / "logs"))
-        else:
-            assert program == "octopipe" and main(arguments) == 0, command
-            said.append(capsys.readouterr().out)
+    said = outputs_of(commands, tmp_path, capsys)
     assert "transformers' LlamaForCausalLM, weights of its folder" in said[0]
     assert "LlamaDecoderLayer" in said[1]
     assert "predicted" in said[3]
@@ -129,15 +140,7 @@ def test_every_command_of_the_guide_on_experts_runs(
     monkeypatch.chdir(tmp_path)
     (script,) = [block for block in blocks(text, "python") if block.startswith("# experts.py")]
     Path("experts.py").write_text(script)
-    said = []
-    for command in [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]:
-        program, *arguments = shlex.split(command)
-        capsys.readouterr()
-        if program == "torchrun":
-            said.append(torchrun(arguments, tmp_path, tmp_path / "logs"))
-        else:
-            assert program == "octopipe" and main(arguments) == 0, command
-            said.append(capsys.readouterr().out)
+    said = outputs_of(commands_of(text), tmp_path, capsys)
     assert "% of a forward" in said[0] and said[0].count("loss") == 3
     losses = [float(line.rpartition(" ")[2]) for line in said[0].splitlines() if "loss" in line]
     assert losses[0] > losses[1] > losses[2]

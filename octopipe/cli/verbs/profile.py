@@ -17,10 +17,10 @@ from octopipe.base.display import duration
 from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
 from octopipe.cli.verbs.runnable import (
     add_encoder_arguments,
+    add_kernel_arguments,
     add_precision_arguments,
     frozen_layers,
     is_hf_config,
-    kernel_words,
     model_of,
     needs_torch,
     told,
@@ -58,19 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_encoder_arguments(parser, seq_default="default: 1024 tokens per image; --seq")
     add_precision_arguments(parser)
-    parser.add_argument(
-        "--kernels",
-        type=kernel_words,
-        default=(),
-        metavar="LIST",
-        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
-        "eager, fused, lean, chunked",
-    )
-    parser.add_argument(
-        "--compile-scans",
-        action=argparse.BooleanOptionalAction,
-        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
-    )
+    add_kernel_arguments(parser)
     parser.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     parser.add_argument(
         "--graphs",

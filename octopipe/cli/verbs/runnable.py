@@ -5,6 +5,7 @@ Knows: which of the two MODEL refers to, and how both are scaled down. Does not 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,23 @@ def add_precision_arguments(group: Any) -> None:
         help="default: bf16-main-fp32 on cuda (bfloat16 layers, float32 gradients and master weights), fp32 on cpu",
     )
     group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="former name of --precision")
+
+
+def add_kernel_arguments(group: Any) -> None:
+    """`--kernels` and `--compile-scans`."""
+    group.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
+        "eager, fused, lean, chunked",
+    )
+    group.add_argument(
+        "--compile-scans",
+        action=argparse.BooleanOptionalAction,
+        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
+    )
 
 
 def kernel_words(text: str) -> tuple[str, ...]:

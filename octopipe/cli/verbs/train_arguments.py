@@ -17,7 +17,7 @@ from octopipe.cli.verbs.common import (
     whole_number,
     width_factor,
 )
-from octopipe.cli.verbs.runnable import add_encoder_arguments, add_precision_arguments, kernel_words
+from octopipe.cli.verbs.runnable import add_encoder_arguments, add_kernel_arguments, add_precision_arguments
 from octopipe.cli.verbs.tune import seconds
 
 
@@ -112,19 +112,7 @@ def _add_machine_arguments(training: Any) -> None:
     """Precision, device, kernels, and what is measured and checked around the run."""
     add_precision_arguments(training)
     training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
-    training.add_argument(
-        "--kernels",
-        type=kernel_words,
-        default=(),
-        metavar="LIST",
-        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
-        "eager, fused, lean, chunked",
-    )
-    training.add_argument(
-        "--compile-scans",
-        action=argparse.BooleanOptionalAction,
-        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
-    )
+    add_kernel_arguments(training)
     training.add_argument(
         "--graphs",
         action=argparse.BooleanOptionalAction,

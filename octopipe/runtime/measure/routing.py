@@ -66,7 +66,7 @@ def routing_heard() -> Iterator[RoutingHeard]:
 
         return topk
 
-    torch.topk, torch.Tensor.topk = listening(called), listening(method)  # type: ignore[method-assign,assignment]
+    torch.topk, torch.Tensor.topk = listening(called), listening(method)  # type: ignore[method-assign]
     try:
         yield heard
     finally:

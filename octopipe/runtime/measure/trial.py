@@ -219,7 +219,7 @@ def _profile(
 def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
     """By how much transfers slow computation that runs at the same time, measured on the model's second layer."""
     layers = work.layers(device)
-    made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
+    made = [layers[0](), layers[min(1, len(layers) - 2)]()]
     with torch.no_grad():
         first = made[0](work.batch(device, 1)[0])
     layer = Layer(made[1], first, None, False, work.precision, work.graphs) if len(layers) > 2 else None

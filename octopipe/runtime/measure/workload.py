@@ -171,7 +171,7 @@ def with_checkpoints(
     state do not change, only what `forward` keeps."""
 
     def checkpoints(module: nn.Module) -> None:
-        module.forward = _again(module.forward)  # type: ignore[method-assign]
+        module.forward = _again(module.forward)
 
     return _changed(layers, which, checkpoints)
 

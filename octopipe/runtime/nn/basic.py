@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octopipe.models import layers as spec
 from octopipe.runtime.stages.shards import marked, rows_at, with_rows
 from octopipe.runtime.torch_private import WithoutFunctionModes
+from octopipe.runtime.typed_function import Function, Gradients
 
 Made = dict[str, Any]
 """The dtype and device every constructor passes on to its parameters."""
@@ -143,14 +144,14 @@ def time_step_bias(shape: torch.Size, generator: torch.Generator, device: torch.
     return inverse_softplus(steps.exp())
 
 
-class CausalConv(torch.autograd.Function):
+class CausalConv(Function):
     """Depthwise convolution of `x` [batch, tokens, channels] over past tokens; `weight` [channels, taps].
 
     As shifted products: the layout stays token-major, so nothing around it is transposed.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         last = weight.shape[1] - 1
         y = x * weight[:, last] if bias is None else torch.addcmul(bias, x, weight[:, last])
@@ -159,7 +160,7 @@ class CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         tokens, last = x.shape[1], weight.shape[1] - 1
         gx = g * weight[:, last]

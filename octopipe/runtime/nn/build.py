@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.models import layers, mixers
@@ -56,6 +56,7 @@ def build_layers(
     last = spec.layers[-1]
     tied = isinstance(last, layers.Head) and last.tied
     kernels = kernels or Kernels()
+    mixes: dict[str, Callable[[], Callable[..., Tensor]]]
     mixes = {"compiled": compiled_mamba2_mix, "mamba_ssm": mamba_ssm_mix, "eager": lambda: mamba2_mix}
     mix = mixes[kernels.scan]()
     scan = fla_delta_scan() if kernels.delta == "fla" else None

@@ -10,6 +10,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from octopipe.runtime.nn.basic import (
 from octopipe.runtime.nn.mamba import Decay
 from octopipe.runtime.precision import LOW
 from octopipe.runtime.stages.wgrad_ops import wide_product
+from octopipe.runtime.typed_function import Function, Gradients
 
 BLOCK = 16
 """Triangular blocks of this size are solved row by row; larger ones are put together from their products."""
@@ -71,11 +73,11 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     return y[:, :, :tokens]
 
 
-class WideProduct(torch.autograd.Function):
+class WideProduct(Function):
     """`a @ b` with its sums kept in `dtype`; gradients are products of the operands' own dtype."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(a, b)
         if a.dtype == dtype:
             return a @ b
@@ -83,23 +85,23 @@ class WideProduct(torch.autograd.Function):
         return product.unflatten(0, a.shape[:-2])
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         a, b = ctx.saved_tensors
         g = g.to(a.dtype)
         return g @ b.mT, a.mT @ g, None
 
 
-class UnitLowerInverse(torch.autograd.Function):
+class UnitLowerInverse(Function):
     """The inverse of `1 + lower`, for `lower` [..., n, n] with nothing on and above its diagonal."""
 
     @staticmethod
-    def forward(ctx, lower: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
         inverse = _unit_lower_inverse(lower)
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         return -(inverse.mT @ g @ inverse.mT).tril_(-1)
 
@@ -132,11 +134,11 @@ def _diagonal_blocks(x: Tensor, width: int) -> Tensor:
     return x.view(count, size // width, width, size // width, width).diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
-class StateScan(torch.autograd.Function):
+class StateScan(Function):
     """`s[0] = 0`, `s[c + 1] = factor[c] @ s[c] + term[c]`; all [chunks, batch, rows, columns]."""
 
     @staticmethod
-    def forward(ctx, factor: Tensor, term: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, factor: Tensor, term: Tensor) -> Tensor:
         states = torch.empty_like(term)
         states[0] = 0
         for c in range(term.shape[0] - 1):
@@ -145,7 +147,7 @@ class StateScan(torch.autograd.Function):
         return states
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         factor, states = ctx.saved_tensors
         # flows[c]: what reaches the state after chunk c; nobody reads the one after the last.
         flows = torch.empty_like(states)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octopipe.runtime.precision import LOW
 from octopipe.runtime.torch_private import flash_attention_on_device, flash_attention_on_host
+from octopipe.runtime.typed_function import Function, Gradients
 
 MAX_HEAD_DIM = 256
 
@@ -48,12 +49,12 @@ def _works(device: torch.device) -> bool:
     return True
 
 
-class FlashAttention(torch.autograd.Function):
+class FlashAttention(Function):
     """Causal attention of `q` [batch, heads, tokens, dim] over `k` and `v`, which may have fewer heads."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, scale: float
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, scale: float
     ) -> Tensor:
         kernel = _OnHost if q.device.type == "cpu" else _OnDevice
         call = kernel(q, k, v, window, scale)
@@ -67,7 +68,7 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         gs = None
         if sinks is not None and ctx.needs_input_grad[3]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from octopipe.runtime.nn.head_shard import partial_of_hidden, takes
 from octopipe.runtime.stages.shards import MeanCrossEntropy, marked, with_rows
 from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
 from octopipe.runtime.stages.wgrad_ops import Layout
+from octopipe.runtime.typed_function import Function, Gradients
 
 BLOCK_LOGITS = {"fused": 1 << 28, "lean": 1 << 26}
 """Logits computed at a time."""
@@ -100,12 +101,12 @@ def fused_slopes() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_fusible_slopes, dynamic=True)
 
 
-class LeanCrossEntropy(torch.autograd.Function):
+class LeanCrossEntropy(Function):
     """Mean cross-entropy of `hidden @ weight.T` against `target`; see the module's docstring."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx,
+    def forward(
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -140,7 +141,7 @@ class LeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         hidden, weight, slopes, index, share = ctx.saved_tensors
         scale, dtype = g * share, hidden.dtype  # zero for the rows of ignored tokens
         needs, site = ctx.needs_input_grad, ctx.site

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
+from octopipe.runtime.typed_function import Function, Gradients
 
 LEAST_SLOPE = {torch.float64: 1e-200, torch.float32: 1e-30}
 """Rows are divided by their slope g, and by this where g is smaller: such a shard has no share in the token's softmax,
@@ -39,12 +41,12 @@ def fused_shares() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(block_shares, dynamic=True)
 
 
-class LeanPartial(torch.autograd.Function):
+class LeanPartial(Function):
     """log(sum(exp)) of `hidden @ weight.T` and the labels' logits (zero for other shards' words)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, hidden: Tensor, weight: Tensor, local: Tensor, block: int, site: WeightSite | None, kind: str
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, block: int, site: WeightSite | None, kind: str
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         w = weight.to(hidden.dtype)
@@ -68,7 +70,7 @@ class LeanPartial(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_sum: Tensor, g_picked: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g_sum: Tensor, g_picked: Tensor) -> Gradients:
         hidden, weight, shares, index, mine, at_target = ctx.saved_tensors
         needs, site, dtype = ctx.needs_input_grad, ctx.site, hidden.dtype
         own = site is None or site.queue.shut  # autograd takes the weight's gradient itself

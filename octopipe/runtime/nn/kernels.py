@@ -166,6 +166,6 @@ def fla_delta_scan() -> Callable[..., Tensor]:
     def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunk: int) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, _ = rule(q, k, v, g=log_decay.transpose(1, 2), beta=beta.transpose(1, 2), scale=1.0)
-        return out.transpose(1, 2)  # type: ignore[no-any-return]
+        return out.transpose(1, 2)
 
     return scan

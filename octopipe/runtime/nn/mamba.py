@@ -28,16 +28,17 @@ from octopipe.runtime.nn.basic import (
     without_split,
 )
 from octopipe.runtime.torch_private import inductor_config
+from octopipe.runtime.typed_function import Function, Gradients
 
 
-class Decay(torch.autograd.Function):
+class Decay(Function):
     """`exp(sums[i] - sums[j])` for i >= j, else 0, in `dtype`; `sums` [..., chunk] in full precision.
 
     By hand for memory: only the result is kept, and no full-precision matrix outlives the call.
     """
 
     @staticmethod
-    def forward(ctx, sums: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
         # Above the diagonal the difference is positive and may overflow; tril drops it whatever it is.
         differences = sums[..., :, None] - sums[..., None, :]
         if torch.compiler.is_compiling():
@@ -50,7 +51,7 @@ class Decay(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         (out,) = ctx.saved_tensors
         g = g * out
         return g.sum(-1, dtype=ctx.sums_dtype) - g.sum(-2, dtype=ctx.sums_dtype), None

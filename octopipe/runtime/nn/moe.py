@@ -8,43 +8,46 @@ over experts, which reads the token counts on the host.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from octopipe.models import layers as spec
 from octopipe.runtime.nn.basic import Made, Residual, activate, empty
 from octopipe.runtime.torch_private import grouped_mm
+from octopipe.runtime.typed_function import Function, Gradients
 
 
-class Dispatch(torch.autograd.Function):
+class Dispatch(Function):
     """Row i of the result is token `order[i] // top_k`; backward gathers too, so it needs no atomics."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         (inverse,) = ctx.saved_tensors
         return g.index_select(0, inverse).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
 
 
-class Permute(torch.autograd.Function):
+class Permute(Function):
     """Permutes rows into the order `to`; `back` is the inverse permutation."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, to: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, to: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
         return x.index_select(0, to)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         return g.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class AddRows(torch.autograd.Function):
+class AddRows(Function):
     """`x` plus, row by row, the row of `table` that `which` names.
 
     Of a lookup `table[which]` torch adds up the gradient row after row, for as long as the fullest expert's queue is:
@@ -52,13 +55,13 @@ class AddRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, table: Tensor, which: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, table: Tensor, which: Tensor) -> Tensor:
         ctx.save_for_backward(which)
         ctx.rows = table.shape[0]
         return x + table.index_select(0, which)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         (which,) = ctx.saved_tensors
         rows = torch.arange(ctx.rows, device=g.device)
         return g, (rows[:, None] == which).to(g.dtype) @ g, None

@@ -98,8 +98,8 @@ def warm_up(*also: str) -> Any:
 
 
 def _quiet_tracker() -> None:
-    """The process that cleans up after ranks which were killed reads it as it starts, with the first of them or with
-    their server."""
+    """Suppress the warnings of the process that cleans up after ranks which were killed. It reads this variable when it
+    starts, with the first rank or with the server that ranks are forked from."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 
@@ -178,7 +178,7 @@ def run_ranks(
 
 
 def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
-    """Turns a function of rank, number of ranks and payload into work for a seat."""
+    """Turns a function of rank, number of ranks and payload into a function of a `Seat`."""
     return partial(_call_by_rank, task)
 
 
@@ -244,8 +244,9 @@ def _is_first_to_fail() -> bool:
 
 
 def _end_server() -> None:
-    """Let the fork server end before we do: it would take a moment longer, and look like an orphan. All ranks have
-    ended by now. A server that is still loading libraries is not waited for: the error has been printed by then."""
+    """End the fork server before this process ends: it would take a moment longer and look like an orphan. All ranks
+    have ended by now. A server that is still loading libraries is not waited for, because the error has been printed by
+    then."""
     server = getattr(forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is not None:

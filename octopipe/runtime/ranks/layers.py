@@ -26,7 +26,8 @@ from octopipe.runtime.stages.shards import cut_module
 
 
 class Layers:
-    """See the module. Replicated and tied parameters have `holders`: all ranks of the pipeline that use them.
+    """This rank's layers (see the module). Parameters that are replicated or tied have `holders`: all ranks of the
+    pipeline that use them.
 
     A loss with parameters of its own counts as the layer after the last one (`loss_layer`).
     """
@@ -99,7 +100,8 @@ class Layers:
         self._find_holders(members)
 
     def _find_holders(self, members: Mapping[str, set[str]]) -> None:
-        """Record, for every parameter of this rank, its layers here and the ranks that hold it or one tied to it."""
+        """Record, for every parameter of this rank, its layers on this rank and the ranks that hold it or a parameter
+        tied to it."""
         for k, module in self.modules.items():
             for parameter in module.parameters():
                 # The loss's gradients are complete with the last layer's.
@@ -133,8 +135,11 @@ class Layers:
         return path in getattr(self.modules.get(int(layer)), "cut_parameters", ())
 
     def _members(self, cut: set[str]) -> dict[str, set[str]]:
-        """The names of every tie, by its first name; raises if the plan splits only some of their layers. `cut`:
-        parameters that some rank has a part of; what else a split layer holds is whole on every rank."""
+        """The names of every tie, by its first name; raises an error if the plan splits only some of their layers.
+
+        `cut`: parameters of which some rank has a part; everything else that a split layer holds is complete on every
+        rank.
+        """
         members: dict[str, set[str]] = {}
         for name, key in self._canonical.items():
             members.setdefault(key, {key}).add(name)
@@ -152,7 +157,7 @@ class Layers:
         return members
 
     def _named_now(self) -> dict[str, nn.Parameter]:
-        """The parameters that the modules register at this moment, each once."""
+        """The parameters that the modules register at this moment, each listed once."""
         out: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for k, module in self.modules.items():
@@ -269,7 +274,7 @@ def _build(layer: nn.Module | Callable[[], nn.Module], number: int, seed: int | 
 
 
 class _SharedObjects:
-    """Buffers that several layers have in common, as the pipeline is given them: before any is moved to its device."""
+    """Buffers that several layers share, recorded before any of them is moved to its device."""
 
     def __init__(self, layers: Sequence[Any], ranks_of: Mapping[int, set[int]]):
         self._ranks_of = ranks_of
@@ -297,7 +302,7 @@ class _SharedObjects:
         return out
 
     def moved(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Moves the module to its device; shared buffers stay one object."""
+        """Move the module to its device; shared buffers remain one object."""
         before = [(inner, key, b) for inner in module.modules() for key, b in inner._buffers.items() if b is not None]
         module = module.to(device)
         for inner, key, buffer in before:
@@ -308,14 +313,15 @@ class _SharedObjects:
 
 
 def _with_loss(name: str, number: int) -> str:
-    """`loss.weight` as the name of a layer's parameter."""
+    """The name `loss.weight` as the name of a parameter of the layer after the last one."""
     return f"{number}.{name[5:]}" if name.startswith("loss.") else name
 
 
 def _held_ties(layers: Sequence[Any], modules: Mapping[int, nn.Module]) -> list[list[str]]:
-    """Parameters that factories hold and give to several layers: every name with that of the object.
+    """Parameters that factories hold and give to several layers: every name with the name of the object.
 
-    Ranks do not see each other's objects. Each sees the same factories, and names what they hold by its place there.
+    Ranks do not see each other's objects. Each rank sees the same factories, and names the objects they hold by their
+    positions there.
     """
     names: dict[int, str] = {}
     for k, layer in enumerate(layers):
@@ -350,7 +356,7 @@ def _named_ties(modules: Mapping[int, nn.Module]) -> list[list[str]]:
 
 
 def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:
-    """Parameter name -> the first name of its tie, for every name in a tie of more than one."""
+    """For every name in a tie of more than one parameter, the first name of the tie."""
     parent: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -377,7 +383,7 @@ def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:
 
 
 def _digest(plan: Plan) -> int:
-    """Equal for equal decisions, in every process."""
+    """A digest that is equal for equal decisions in every process."""
     import zlib
 
     text = repr((plan.num_layers, plan.num_ranks, plan.stages, plan.routes, plan.route_of_micro_batch)) + plan.to_csv()

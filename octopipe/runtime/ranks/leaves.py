@@ -34,8 +34,9 @@ class LeafWatch:
         others: Mapping[int, str],
         used_elsewhere: Callable[[Tensor, Sequence[int]], None],
     ):
-        """`own`: names of this rank's parameters by id; `others`: of those of layers elsewhere, as far as they are
-        known. `used_elsewhere` is told of a parameter of this rank and the layers that use but do not register it."""
+        """`own`: names of this rank's parameters, by id; `others`: those of layers on other ranks, as far as they are
+        known. `used_elsewhere` is called with a parameter of this rank and the layers that use but do not register
+        it."""
         self._executor, self._own, self._others, self._used = executor, own, others, used_elsewhere
         self._found = ""
         self._watched: dict[int, _Watching] = {}
@@ -46,7 +47,7 @@ class LeafWatch:
             self._watched[number] = executor.chains[number] = _Watching(chain, self._look)
 
     def finish(self, world: Any) -> bool:
-        """Whether the inspection is complete; every rank raises what any rank has found (collective)."""
+        """Whether the inspection is complete; every rank raises the findings of all ranks (collective)."""
         told = [text for text in world.gather(self._found) if text]
         done = bool(told) or all(w.looks >= LOOKS for w in self._watched.values())
         if done:
@@ -56,8 +57,8 @@ class LeafWatch:
         return all(world.gather(done))
 
     def stop(self) -> None:
-        """Look at nothing any more, and hold on to nothing: an executor that is given up is released at once, with its
-        groups' threads and sockets, and not when Python next looks for circles."""
+        """Stop inspecting, and release everything: an executor that is no longer used is then freed at once, with the
+        threads and sockets of its groups, and not when Python next collects reference cycles."""
         for number, watching in self._watched.items():
             if self._executor.chains.get(number) is watching:
                 self._executor.chains[number] = watching.chain
@@ -87,7 +88,7 @@ class LeafWatch:
 
 
 class _Watching:
-    """A chain whose first forwards with a graph are looked at."""
+    """A chain whose first forwards with a graph are inspected."""
 
     def __init__(self, chain: Any, look: Callable[..., None]):
         self.chain, self.parts, self._call = chain, chain.parts, look
@@ -140,7 +141,7 @@ def _leaves(edges: Sequence[Any]) -> list[Tensor]:
 
 
 def names_by_id(layers: Sequence[Any]) -> dict[int, str]:
-    """Names of the parameters of all layers that are given as modules."""
+    """The names of the parameters of all layers that are given as modules, by id."""
     return {
         id(p): f"{k}.{name}"
         for k, layer in enumerate(layers)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 
 def loss_module(loss_fn: Callable[..., Any], layers: Sequence[Any]) -> nn.Module | None:
-    """The loss as a module, or None where there is nothing to train or to keep alike.
+    """The loss as a module, or None if it has no parameters to train and no buffers to synchronise.
 
-    `layers`: as the pipeline is given them. What a plain function merely refers to and is theirs is not the loss's own.
+    `layers`: the layers as the pipeline is given them. Parts of these layers that a plain function refers to do not
+    belong to the loss.
     """
     if isinstance(loss_fn, nn.Module):
         found: nn.Module | None = loss_fn
@@ -36,7 +37,7 @@ def loss_module(loss_fn: Callable[..., Any], layers: Sequence[Any]) -> nn.Module
 
 
 def _named_parts(function: Any, depth: int = 0) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
-    """Modules and parameters that a function holds, by the name under which it does."""
+    """Modules and parameters that a function holds, by the names under which it holds them."""
     for name, value in _held_by(function):
         if isinstance(value, nn.Module | nn.Parameter):
             yield name, value
@@ -67,7 +68,7 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_layers(parts: Mapping[str, Any], layers: Sequence[Any]) -> dict[str, Any]:
-    """Parts that have a parameter or a buffer which is none of the layers'."""
+    """The parts that have a parameter or a buffer which belongs to none of the layers."""
     theirs = {id(t) for layer in layers if isinstance(layer, nn.Module) for t in _tensors_of(layer)}
     return {
         name: part
@@ -94,7 +95,8 @@ def _gathered(parts: Mapping[str, Any]) -> nn.Module | None:
 
 
 def held_tensors(made_by: Any) -> list[Tensor]:
-    """Tensors that a factory holds, in an order that is the same in every process that has made it alike."""
+    """The tensors that a factory holds, in an order that is equal in all processes that created the factory in the same
+    way."""
     out: list[Tensor] = []
     seen: set[int] = set()
 

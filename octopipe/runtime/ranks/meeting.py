@@ -115,7 +115,7 @@ def _nobody(where: str, place: Place, timeout_s: float) -> str:
 
 
 def _serves_the_store(place: Place) -> bool:
-    """The first rank serves the store that all meet in, unless torchrun's agent does."""
+    """Whether this process serves the store of the rendezvous: the first rank does, unless torchrun's agent does."""
     return place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -142,7 +142,8 @@ def _wait_for_port(host: str, port: int, where: str, timeout_s: float) -> None:
 
 
 def aside(call: Callable[[], Any], seconds: float) -> None:
-    """Run a call that waits in C++ in a separate thread, so that this one handles signals; may raise TimeoutError."""
+    """Run a call that waits in C++ in a separate thread, so that this thread can handle signals; may raise
+    TimeoutError."""
     raised: list[BaseException] = []
 
     def run() -> None:

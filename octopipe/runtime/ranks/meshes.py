@@ -51,7 +51,7 @@ class Roles:
 
 
 def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_dims: Sequence[str] | None) -> Roles:
-    """The role of each dimension; raises if a name is neither known nor assigned by the caller."""
+    """The role of each dimension; raises an error if a name is neither known nor assigned by the caller."""
     names = mesh.mesh_dim_names or ()
     if pp_dim not in names:
         raise OctoPipeError(
@@ -90,7 +90,7 @@ def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_di
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How the gradients of one parameter become those of the mean loss."""
+    """How the gradients of one parameter are reduced to those of the mean loss."""
 
     axes: tuple[str, ...] = ()
     """Data dimensions over which they are averaged here."""
@@ -106,10 +106,10 @@ def reaches(
     axes: Mapping[str, Sequence[int]],
     sharded: Mapping[str, Sequence[str]],
 ) -> dict[str, Reach]:
-    """By name (`layer.name`), for parameters and buffers alike.
+    """The reductions of parameters and buffers, by name (`layer.name`).
 
-    `axes`: the processes of every data dimension.
-    `sharded`: by dimension, patterns of names whose values differ along it; DTensors say so themselves.
+    `axes`: the processes of every data dimension. `sharded`: by dimension, patterns of names whose values differ along
+    it; DTensors state this themselves.
     """
     for name in sharded:
         if name not in axes:
@@ -144,7 +144,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _split_over(tensor: Tensor) -> list[frozenset[int]]:
-    """Ranks along each mesh dimension over which a DTensor's values are split."""
+    """The ranks along each mesh dimension over which a DTensor's values are divided."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
     if mesh is None:
         return []
@@ -156,7 +156,7 @@ def _split_over(tensor: Tensor) -> list[frozenset[int]]:
 
 
 def _fsdp_meshes(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
-    """By id of a parameter that FSDP2 manages: the ranks it averages over."""
+    """For every parameter that FSDP2 manages, by id, the ranks over which it averages."""
     from torch.distributed.fsdp import FSDPModule
 
     out: dict[int, frozenset[int]] = {}

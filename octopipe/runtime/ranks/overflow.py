@@ -62,15 +62,15 @@ def _groups(world: World) -> Iterator[Any]:
 
 
 class PipelineGradScaler(torch.amp.GradScaler):
-    """torch's GradScaler for the ranks of a pipeline: all of them skip a step, or none."""
+    """torch's GradScaler for the ranks of a pipeline: either all of them skip a step or none."""
 
     def __init__(self, pipe: Any, **options: Any):
-        """`options`: of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...)."""
+        """`options`: options of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...)."""
         device: torch.device = pipe.device
         super().__init__(device.type, **options)
         self._pipe = pipe
         if self.is_enabled():
-            self._lazy_init_scale_growth_tracker(device)  # type: ignore[no-untyped-call]
+            self._lazy_init_scale_growth_tracker(device)
             pipe.loss_scale = self.get_scale()
 
     def _unscale_grads_(self, *args: Any, **more: Any) -> dict[torch.device, Tensor]:

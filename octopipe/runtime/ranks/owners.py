@@ -23,7 +23,8 @@ BUCKET_BYTES = 25 << 20
 
 
 class Owners:
-    """The owner of every parameter, one of the replicas. All of them give the same parameters in the same order."""
+    """Assigns every parameter to an owner, which is one of the replicas. All replicas give the same parameters in the
+    same order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World):
         self._world, self.me = world, world.replica
@@ -57,7 +58,7 @@ class Owners:
                     at += parameter.numel()
 
     def collected(self, of: Callable[[nn.Parameter], Any]) -> dict[nn.Parameter, Any]:
-        """On the first member: `of(parameter)` of every parameter that another one owns (collective)."""
+        """On the first replica, `of(parameter)` for every parameter that another replica owns (collective)."""
         out: dict[nn.Parameter, Any] = {}
         group = self._world.dp_group
         directly = "nccl" not in backend_name(group)
@@ -78,7 +79,7 @@ class Owners:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and place, in messages of some size."""
+    """The parameters divided into messages of limited size, each for one dtype and device."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)

@@ -34,25 +34,25 @@ SPEAK_AFTER_S = 20.0
 
 
 def _print(line: str) -> None:
-    """Print to the standard error of the process, even if a thread that hangs holds Python's own stream."""
+    """Print to the standard error of the process, even if a thread that hangs holds the lock of Python's own stream."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def board_name(world: World) -> str:
-    """A name for one pipeline's board: the same on all its ranks, never used before."""
+    """A name for the board of one pipeline, equal on all its ranks and never used before."""
     store = world.store()
     ranks = "-".join(map(str, world.global_ranks))
     return f"{ranks}/{0 if store is None else store.add(f'octopipe/board/{ranks}/{world.rank}', 1)}"
 
 
 def line_key(rank: int) -> str:
-    """Where in the store the last line of a process of the job is, whatever its pipeline is called."""
+    """The key in the store of the latest line of a process of the job, whatever the name of its pipeline is."""
     return f"octopipe/line/{rank}"
 
 
 class Board:
-    """A board with one line per rank of a pipeline, in the store."""
+    """A board in the store with one line per rank of a pipeline."""
 
     def __init__(self, store: dist.Store | None, name: str, rank: int, num_ranks: int):
         self._store, self._name = store, name
@@ -70,7 +70,7 @@ class Board:
     def write(self, line: str, *, last: bool = False) -> None:
         """Write this rank's line (never raises, because the host of the store may have died).
 
-        After a rank's `last` line nothing changes it, because the others may read it later.
+        After a rank has written its `last` line, nothing changes the line, because other ranks may read it later.
         """
         if self._last:
             return
@@ -172,12 +172,12 @@ class _Probe:
 
 
 class Watchdog:
-    """A thread that writes the board's line once the executor has been in one place for a while.
+    """A thread that writes the board's line once the executor has been at one position for a while.
 
-    On a GPU nobody waits on the host, so nobody times out there: with `device_busy` the thread itself ends the
-    process, with everybody's line, when a device has made no progress for `timeout_s`, or sooner where the rank that
-    it waits for has died. It asks neither the main thread nor the driver for anything: those may be what hangs. Long
-    before it gives up it says once what it waits for.
+    On a GPU no host waits, so no host times out: with `device_busy` the thread itself ends the process, and prints the
+    lines of all ranks, if a device has made no progress for `timeout_s`, or earlier if the rank that it waits for has
+    died. It asks neither the main thread nor the driver for anything, because those may be what hangs. Long before it
+    gives up, it reports once what it waits for.
     """
 
     def __init__(
@@ -235,9 +235,10 @@ class Watchdog:
                 self._abort(place.line, f"rank {place.peer} is gone")
 
     def _failed(self, line: str) -> None:
-        """The device can be asked no more. A rank that dies may take a device with it that others use: say so.
+        """Report that the device no longer responds. A rank that dies may take down a device that other ranks use, so
+        the error says so.
 
-        A rank takes a moment to die. If nobody does, the main thread will meet the error and tell it.
+        A rank takes a moment to die. If no rank dies, the main thread will meet the error and report it.
         """
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:

@@ -60,7 +60,7 @@ Work = Callable[[Seat, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank needs to begin."""
+    """The parameters with which a rank process starts."""
 
     work: Work
     size: int
@@ -139,10 +139,10 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
 
 
 def all_here(store: Any, size: int) -> None:
-    """Return once every rank has come this far.
+    """Return once every rank has reached this call.
 
-    A rank has joined a group as soon as its own connections stand. One with little to do would end, and close them,
-    while another is still joining: that one would then report a lost peer.
+    A rank has joined a group as soon as its own connections exist. A rank with little work could end, and close them,
+    while another is still joining; that rank would then report a lost peer.
     """
     if store.add("octopipe/here", 1) == size:
         store.set("octopipe/all here", "1")
@@ -150,10 +150,10 @@ def all_here(store: Any, size: int) -> None:
 
 
 def load_kernels_early() -> None:
-    """Before CUDA starts: no kernel is loaded at its first use.
+    """Before CUDA starts, make it load all kernels at once instead of each at its first use.
 
-    Loading one waits for the whole device; a receive that waits there for a rank whose host loads one too would never
-    end. torch asks for late loading unless somebody has said otherwise.
+    Loading a kernel waits for the whole device. A receive that waits there for a rank whose host also loads a kernel
+    would never end. torch asks for late loading unless the user has chosen otherwise.
     """
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
@@ -168,16 +168,18 @@ def stay_local() -> None:
 
 
 def clear_shared_memory(pid: int) -> None:
-    """What torch shares of a GPU's memory is counted in files that a process leaves behind when it ends at once."""
+    """Remove the files in which torch counts references to shared GPU memory; a process that ends at once leaves them
+    behind."""
     for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def give_back_semaphores() -> None:
-    """What an ordinary end of the process does with the locks that libraries made (a progress bar of `datasets` makes
-    two). A process that ends at once leaves them to Python's resource tracker, which warns about each. Some of what
-    runs here waits for processes that a library started; it gets `CLEANING_S`, so that no rank stays for it."""
+    """Release the locks that libraries created, as an ordinary end of the process would (a progress bar of `datasets`
+    creates two). A process that ends at once leaves them to Python's resource tracker, which warns about each. Some of
+    the functions that run here wait for processes that a library started; they get `CLEANING_S`, so that no rank
+    hangs."""
     finalize = getattr(multiprocessing.util, "_run_finalizers", None)
     if finalize is not None:
         cleaning = threading.Thread(target=_suppressed, args=(finalize,), daemon=True)

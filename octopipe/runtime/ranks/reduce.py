@@ -83,7 +83,7 @@ class Bucket:
 
 
 class Reducer:
-    """Starts buckets as layers finish; `finish` waits and leaves the sums in `.grad`."""
+    """Starts the reduction of buckets as layers finish; `finish` waits for them and leaves the sums in `.grad`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Reducer:
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """`groups` by holders, `axes` by data dimension, `reaches` by the parameter's key (see `meshes`)."""
+        """`groups` by holders, `axes` by data dimension, `reaches` by the parameter's name (see `meshes`)."""
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._groups, self._axes, self._reaches = groups, axes, reaches
         self._next = 0
@@ -116,14 +116,15 @@ class Reducer:
         self._build()
 
     def renew(self, shared: Sequence[Shared]) -> None:
-        """Take over parameters that have replaced others under the same names."""
+        """Take over parameters that have replaced others of the same names."""
         now = {s.key: s.parameter for s in shared}
         self._shared = [replace(s, parameter=now[s.key]) for s in self._shared]
         self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
         self._build()
 
     def also_used_by(self, parameter: Tensor, layers: Sequence[int]) -> None:
-        """Layers of this rank use a parameter that another layer registers: its gradient waits for them, too."""
+        """Record that layers of this rank use a parameter which another layer registers: its gradient waits for them,
+        too."""
         for bucket in self.buckets:
             if any(p is parameter for p in bucket.parameters):
                 bucket.layers |= set(layers)
@@ -137,11 +138,12 @@ class Reducer:
 
     @property
     def idle(self) -> bool:
-        """Whether there is never anything to do."""
+        """Whether there is never anything to reduce."""
         return not self._shared and not self._tensors
 
     def _build(self) -> None:
-        """Form the buckets. Holders of a shared parameter must form the same ones, so only its own properties count."""
+        """Form the buckets. The holders of a shared parameter must form the same buckets, so only properties of the
+        parameter itself are used."""
         self._trainable = tuple(s.parameter.requires_grad for s in self._shared)
         self.buckets = []
         opened: dict[Any, tuple[Bucket, int]] = {}
@@ -160,7 +162,7 @@ class Reducer:
             opened[where] = (bucket, size + nbytes)
 
     def begin_step(self) -> None:
-        """Set gradients of earlier steps aside, which have already been reduced."""
+        """Set the gradients of earlier steps aside, because they have been reduced already."""
         if self._trainable != tuple(s.parameter.requires_grad for s in self._shared):
             self._build()  # something was frozen or thawed, on all ranks alike
         self._next = 0
@@ -172,7 +174,7 @@ class Reducer:
                 p.grad = None
 
     def give_up(self) -> None:
-        """After an interrupted step: restore the gradients of earlier steps and drop its own."""
+        """After an interrupted step, restore the gradients of earlier steps and discard those of this step."""
         for bucket in self.buckets:
             for p, before in zip(bucket.parameters, bucket.before):
                 p.grad = before
@@ -191,7 +193,7 @@ class Reducer:
         return any(len(path) > 1 or any(isinstance(group, RingGroup) for group in path) for path in paths)
 
     def advance(self) -> None:
-        """Begin every reduction whose turn has come, as far as the host does not have to wait."""
+        """Begin every reduction whose turn has come, as long as the host does not have to wait."""
         if self._on_rings:
             proceed_all()
         while self._next < len(self.buckets):
@@ -205,7 +207,7 @@ class Reducer:
             self._next += 1
 
     def _unfinished(self, bucket: Bucket) -> bool:
-        """Whether a reduction of this bucket is still to begin."""
+        """Whether this bucket has reductions that have not begun."""
         return bucket.flat is None or len(bucket.works) < len(self._path(bucket))
 
     def _through_host(self, bucket: Bucket) -> bool:
@@ -214,7 +216,7 @@ class Reducer:
         )
 
     def _path(self, bucket: Bucket) -> list[Group]:
-        """The groups a bucket is reduced over, one after the other."""
+        """The groups over which a bucket is reduced, in order."""
         return self._groups_for(bucket.holders, bucket.reach)
 
     def _groups_for(self, holders: tuple[int, ...], reach: Reach) -> list[Group]:
@@ -222,7 +224,7 @@ class Reducer:
         return first + [self._axes[name] for name in reach.axes]
 
     def _begin_next(self, bucket: Bucket) -> None:
-        """Gather a bucket's gradients, if that has not happened, and begin its next reduction."""
+        """Gather the gradients of a bucket if that has not happened, and begin its next reduction."""
         if bucket.flat is None:
             self._gather(bucket)
         assert bucket.flat is not None
@@ -242,7 +244,7 @@ class Reducer:
                 bucket.works.append(all_reduce(group, bucket.flat))
 
     def _gather(self, bucket: Bucket) -> None:
-        """Copy the gradients of a bucket into one row."""
+        """Copy the gradients of a bucket into one contiguous tensor."""
         grads = [p.grad for p in bucket.parameters]
         bucket.missing = any(g is None for g in grads)
         with torch.no_grad():
@@ -255,7 +257,8 @@ class Reducer:
             p.grad = None  # it is in `flat`: twice would be more memory than a plan counts on
 
     def _divide(self, bucket: Bucket) -> None:
-        """Summed over holders, averaged over the rest: divided between the two."""
+        """Turn sums into averages over the data dimensions. Gradients are summed over holders and averaged over
+        everything else, so the division happens between these reductions."""
         assert bucket.flat is not None
         by = bucket.reach.divisor
         for name in bucket.reach.axes:
@@ -265,8 +268,8 @@ class Reducer:
         bucket.divided = True
 
     def _beside(self, bucket: Bucket) -> AbstractContextManager[Any]:
-        """A context for work that runs beside the computation: on a GPU, on a separate stream. What passes through the
-        host is copied after it."""
+        """A context for work that overlaps with computation: on a GPU, on a separate stream. Data that passes through
+        the host is copied after the context."""
         assert bucket.flat is not None
         if not bucket.flat.is_cuda or self._through_host(bucket):
             return nullcontext()
@@ -292,7 +295,7 @@ class Reducer:
             _settle(p)
 
     def close(self) -> None:
-        """Release the resources that groups hold outside this process."""
+        """Release resources that groups hold outside this process."""
         for group in self._groups.values():
             if isinstance(group, RingGroup):
                 group.close()
@@ -310,19 +313,19 @@ class Reducer:
 
 
 def _summed(bucket: Bucket) -> int:
-    """After how many of its reductions a bucket is summed over its holders."""
+    """The number of reductions after which a bucket is summed over its holders."""
     return 1 if len(bucket.holders) > 1 else 0
 
 
 def _over(work: Any) -> bool:
-    """Whether the host can go on from a reduction without waiting: on a GPU it is the device that waits."""
+    """Whether the host can continue after a reduction without waiting; on a GPU only the device waits."""
     if isinstance(work, RingSum):
         return work.over()
     return isinstance(work, StreamWork) or bool(work.is_completed())
 
 
 def wait_for(work: Any, timeout_s: float, what: str) -> None:
-    """Wait for a collective; an error names what it was."""
+    """Wait for a collective; an error states what it was."""
     if work is None:
         return
     try:
@@ -334,7 +337,7 @@ def wait_for(work: Any, timeout_s: float, what: str) -> None:
 
 
 def _readiness(plan: Plan) -> dict[int, float]:
-    """Layer -> how late in its rank's order its last weight gradient comes, from 0 to 1."""
+    """For every layer, how late its last weight gradient comes in its rank's order, from 0 to 1."""
     out: dict[int, float] = {}
     for order in plan.orders:
         for k, op in enumerate(order):
@@ -347,12 +350,12 @@ def _readiness(plan: Plan) -> dict[int, float]:
 
 
 def local(t: Tensor) -> Tensor:
-    """A tensor's values on this device: of a DTensor, its part."""
+    """The values of a tensor on this device: of a DTensor, the local part."""
     return t.to_local() if hasattr(t, "to_local") else t.detach()
 
 
 def _numbers(grad: Tensor | None, p: Tensor) -> Tensor:
-    """A gradient's values on this device as a row of real numbers, zeros where there is none."""
+    """The values of a gradient on this device as a flat tensor of real numbers; zeros if there is no gradient."""
     if grad is None:
         values = torch.zeros_like(local(p), dtype=gradient_dtype(p))
     else:
@@ -363,11 +366,11 @@ def _numbers(grad: Tensor | None, p: Tensor) -> Tensor:
 
 
 def _like(grad: Tensor, p: Tensor) -> Tensor:
-    """A DTensor's gradient placed as the parameter is: sums that are still open (sequence parallelism) are closed."""
+    """The gradient of a DTensor, placed as the parameter is: partial sums (of sequence parallelism) are completed."""
     placements = getattr(grad, "placements", None)
     if placements is None or placements == p.placements:  # type: ignore[attr-defined]
         return grad
-    return grad.redistribute(placements=p.placements)  # type: ignore[attr-defined, no-any-return]
+    return grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
 def _settle(p: nn.Parameter) -> None:

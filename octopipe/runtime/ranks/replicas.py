@@ -26,7 +26,7 @@ Sharded = Mapping[str, Sequence[str]]
 
 
 class Replicas:
-    """The copies of one rank's layers. Made once, by all ranks together."""
+    """The copies of one rank's layers on other ranks. Created once, by all ranks together."""
 
     def __init__(self, layers: Layers, plan: Plan, world: World, *, sharded: Sharded, timeout_s: float):
         self._layers, self._world, self._timeout_s = layers, world, timeout_s
@@ -47,7 +47,8 @@ class Replicas:
         )  # fmt: skip
 
     def _agree(self, plan: Plan, sharded: Sharded) -> None:
-        """One placement in all pipelines, the same parameters frozen everywhere, every sharded dimension used."""
+        """Check that all pipelines have the same placement and the same frozen parameters, and that every sharded
+        dimension is used."""
         world = self._world
         frozen = {s.key: not s.parameter.requires_grad for s in self._layers.shared()}
         used = {axis for axis in world.axes if any(axis not in r.axes for r in self.reaches.values())}
@@ -85,7 +86,7 @@ class Replicas:
             torch.cuda.synchronize(self._layers.device)
 
     def make_equal_again(self, replaced: Sequence[Shared]) -> None:
-        """The same for parameters that were put in the place of others, on all holders alike."""
+        """The same for parameters that have replaced others, on all holders."""
         for s in sorted(replaced, key=lambda s: s.key):
             self._spread(s.key, s.parameter, s.holders)
 
@@ -104,7 +105,8 @@ class Replicas:
                 values.copy_(data.view(values.dtype).view(values.shape))
 
     def norm(self, norm_type: float) -> Tensor:
-        """The norm of all gradients of the model (collective). The sum runs in layer order: no plan changes it."""
+        """The norm of all gradients of the model (collective). The sum is computed in layer order, so it is equal under
+        every plan."""
         world, layers = self._world, self._layers
         largest = norm_type == float("inf")
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM

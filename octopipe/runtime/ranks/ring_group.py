@@ -42,7 +42,8 @@ PIECE_BYTES = 64 << 20
 
 
 class RingGroup:
-    """The members of a group with a ring between any two of them (collective: made, used and closed in one order)."""
+    """The members of a group, with a ring between every two of them (collective: created, used and closed in the same
+    order)."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class RingGroup:
         chunks: int = CHUNKS,
         piece_bytes: int = PIECE_BYTES,
     ):
-        """`group`: a group of the hosts, for making the rings. `lost`: whether a peer is known to be gone."""
+        """`group`: a group of the hosts, used to create the rings. `lost`: returns whether a peer is known to be
+        lost."""
         self._rank, self._size, self._timeout_s, self._lost = group.rank(), group.size(), timeout_s, lost
         self._piece_bytes = piece_bytes
         self._arenas = arenas = Arenas(device)
@@ -84,8 +86,8 @@ class RingGroup:
         return "rings"
 
     def all_reduce(self, tensor: Tensor) -> RingSum:
-        """Start a sum in place over all members, which start their sums in one order. The host does not wait; the
-        tensor must not be used until the sum was waited for."""
+        """Start a sum in place over all members, which must start their sums in the same order. The host does not wait,
+        and the tensor must not be used until the sum has been waited for."""
         made = RingSum(self, tensor)
         parts = tensor.view(-1).split(max(1, self._piece_bytes // tensor.element_size()))
         made.left = len(parts)
@@ -96,7 +98,7 @@ class RingGroup:
         return made
 
     def proceed(self) -> None:
-        """Queue what no longer waits for another member."""
+        """Queue the operations that no longer wait for another member."""
         while self._pieces and self._advanced(self._pieces[0]):
             self._handing.append(self._pieces.popleft())
         while self._handing and all(passage.over() for passage in self._handing[0].under_way):
@@ -109,7 +111,8 @@ class RingGroup:
                 piece.whole.done = self._stream.record_event()
 
     def _advanced(self, piece: _Piece) -> bool:
-        """Whether a piece's own slice is added up and on its way; posts its messages, if that has not happened."""
+        """Whether this member's slice of a piece is summed and being sent; posts the messages of the piece if that has
+        not happened."""
         if piece.parts is None:
             with self._beside():
                 own = piece.slices[self._rank]
@@ -126,7 +129,7 @@ class RingGroup:
         return True
 
     def _posted(self, received: dict[int, Tensor], sent: Sequence[Tensor]) -> list[Passage]:
-        """Messages from and to all members; those without a number are left out at both ends."""
+        """Messages from and to all members; empty messages are left out at both ends."""
         passages = [self._rings.receivers[peer].receive(part) for peer, part in received.items() if part.numel()]
         return passages + [ring.post(sent[peer]) for peer, ring in self._rings.senders.items() if sent[peer].numel()]
 
@@ -147,7 +150,7 @@ class RingGroup:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait on the host until something holds, while everything goes on that can."""
+        """Wait on the host until a condition holds, while everything that can proceed does so."""
         wait_on_host(holds, self._timeout_s, self._lost)
 
     def close(self) -> None:
@@ -162,8 +165,8 @@ class RingGroup:
 def summing(
     group: Any, transport: Transport, device: torch.device, timeout_s: float, failed: Callable[[], bool]
 ) -> Any:
-    """The group that gradients are summed over: rings where the pipeline's ranks share a device (collective).
-    `failed`: whether a rank has reported an error."""
+    """The group over which gradients are summed: rings if the pipeline's ranks share a device (collective). `failed`:
+    returns whether a rank has reported an error."""
     if transport.name != "cuda_ipc":
         return group
     return RingGroup(group, device, timeout_s=timeout_s, lost=lambda: bool(transport.dead()) or failed())
@@ -184,7 +187,8 @@ class RingSum:
         return self.left == 0
 
     def wait(self, timeout: timedelta) -> None:
-        """Until it is over on the host; on a GPU, what is computed from now on waits on the device."""
+        """Wait until the sum is complete on the host; on a GPU, computation that is issued afterwards waits on the
+        device."""
         if self.left:
             self._group.until(self.over)
         if self.done is not None:
@@ -192,7 +196,7 @@ class RingSum:
 
 
 class _Piece:
-    """A part of a sum, divided into a slice for each member to add up."""
+    """A part of a sum, divided into one slice for each member to add up."""
 
     __slots__ = ("parts", "slices", "under_way", "whole")
 

@@ -37,7 +37,7 @@ FIRST, EVERY = 4, 16
 
 
 class SharedBuffers:
-    """The buffers of one rank's layers that other ranks hold, too."""
+    """The buffers of one rank's layers that other ranks also hold."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class SharedBuffers:
         timeout_s: float,
     ):
         """`holders`: by layer, the ranks that have it. `axes`: by a buffer's name, the data dimensions along which its
-        copies are alike. `one`: by name, the name of a buffer of a layer on other ranks that was the same object; None
-        where no layers on different ranks have anything in common."""
+        copies are equal. `one`: by name, the name of a buffer of a layer on another rank that was the same object; None
+        if layers on different ranks share nothing."""
         self._world, self._timeout_s, self._one = world, timeout_s, one or {}
         self._asks = one is not None
         self._groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[_Buffer]] = {}
@@ -133,7 +133,7 @@ class SharedBuffers:
 
 
 class _Buffer:
-    """One buffer, found under its name whatever tensor stands there."""
+    """One buffer, looked up by its name, whichever tensor is registered there."""
 
     __slots__ = ("_copy", "_key", "_module", "_seen", "_version", "moves", "name")
 
@@ -167,7 +167,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _row(tensor: Tensor, *, mean: bool) -> Tensor:
-    """Its values one after the other, of a dtype that every backend adds up."""
+    """The values one after the other, in a dtype that every backend can sum."""
     if not mean:
         return tensor.reshape(-1).to(torch.int64)
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor

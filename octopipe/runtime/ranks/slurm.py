@@ -24,7 +24,7 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def adopt() -> bool:
-    """Set torch.distributed's variables where srun has started this process; whether it has."""
+    """Set torch.distributed's variables if srun has started this process; returns whether it has."""
     found = environment(os.environ)
     for name, value in found.items():
         os.environ.setdefault(name, value)
@@ -32,9 +32,10 @@ def adopt() -> bool:
 
 
 def environment(known: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set; empty where Slurm has started one task only, or something else the ranks.
+    """The variables that torchrun would have set; empty if Slurm has started only one task, or if something else has
+    started the ranks.
 
-    A batch script itself is one task, whatever it asks for: only what srun starts there is many.
+    A batch script is a single task, however many it asks for: only what srun starts in it is several tasks.
     """
     if "RANK" in known or "SLURM_PROCID" not in known:
         return {}
@@ -78,7 +79,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_here(known: Mapping[str, str]) -> int | None:
-    """Tasks on this node, of a list like 4(x3),2."""
+    """The number of tasks on this node, from a list such as 4(x3),2."""
     text = _first(known, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if not text:
         return None

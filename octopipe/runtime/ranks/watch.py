@@ -24,7 +24,7 @@ EXIT_S = 10.0
 
 
 class Watch:
-    """Listens to all ranks until all are done, or one has failed and the others have said what they saw.
+    """Listens to all ranks until all are done, or until one has failed and the others have reported what they observed.
 
     `processes` and `pipes` may still grow until `run` is called.
     """
@@ -56,7 +56,7 @@ class Watch:
         self._stopped_since: dict[int, float] = {}
 
     def run(self, timeout_s: float | None = None) -> list[Any]:
-        """Until the end; may be called again after an interruption, with the time that is left then."""
+        """Wait until all ranks are done; may be called again after an interruption, with the time that is left then."""
         if not self.begun:
             self.begun, self._open = True, {pipe: rank for rank, pipe in enumerate(self._pipes)}
         self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -85,10 +85,12 @@ class Watch:
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def _knows_the_cause(self) -> bool:
-        """Whether a rank has said why it failed itself, or one has died or stands still and another has said what it
-        waited for.
+        """Whether a rank has reported an error of its own, or one has died or is stopped and another has reported what
+        it waited for.
 
-        A rank that failed because of another is often heard first: the other has to clean up, or to finish a file."""
+        A rank that failed because of another is often heard first, because the other has to clean up or to finish a
+        file.
+        """
         if len(self._failures) > len(self._consequences):
             return True
         return bool(self._failures) and (bool(self._died) or any(map(self._stopped, self._open.values())))
@@ -99,9 +101,10 @@ class Watch:
         return RankError(late[0], f"{text}; give them more time; pending ops: {'; '.join(lines)}")
 
     def _look_at_stopped(self) -> None:
-        """Give up on a rank that somebody has stopped and not continued: it cannot time out by itself.
+        """Give up on a rank that has been stopped and not continued, because it cannot time out by itself.
 
-        Ranks that wait for it are given some time more: they know what for, and ask the others before they say it.
+        Ranks that wait for it get some more time: they know what they wait for, and ask the others before they report
+        it.
         """
         if self._hang_s is None:
             return
@@ -154,7 +157,7 @@ class Watch:
         return f"rank {rank} ended with exit code {code} {f'({line})' if line else 'without a message'}"
 
     def _line(self, rank: int) -> str:
-        """What a rank's watchdog last wrote on its board; nothing is asked of the rank itself."""
+        """The line that a rank's watchdog last wrote on its board; the rank itself is not asked."""
         from octopipe.runtime.ranks.pending_board import line_key
 
         try:

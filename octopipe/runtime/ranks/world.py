@@ -37,9 +37,10 @@ NOBODYS_TAG = (1 << 31) - 1
 
 
 class World:
-    """One pipeline's ranks (`group`) and, with data parallelism, the same rank of all pipelines (`dp_group`).
+    """The ranks of one pipeline (`group`) and, with data parallelism, this rank's counterparts in all pipelines
+    (`dp_group`).
 
-    `axes`: the data dimensions of a mesh by name, which `dp_group` joins; without them there is one, "dp".
+    `axes`: by name, the data dimensions of a mesh, which `dp_group` joins; without a mesh there is one, "dp".
     `model_axes`: the dimensions whose ranks share a batch (tensor parallelism).
     """
 
@@ -73,8 +74,8 @@ class World:
     def for_steps(self, *, on_host: bool) -> World:
         """The same ranks with gloo groups of their own (collective over pipelines and replicas).
 
-        Not `on_host`: tensors are a device's, and groups of its backend stay the user's; what waits in them waits on
-        the device.
+        Without `on_host`, tensors are on a device, and groups of its backend remain the user's; only the device waits
+        in them.
         """
         given = self._given or self
         if given.group is None:
@@ -85,7 +86,7 @@ class World:
         return world
 
     def break_off(self) -> None:
-        """Close this World's own groups: every wait in them ends now, on all their members, and none can follow."""
+        """Close this World's own groups: every wait in them ends now, on all members, and none can begin."""
         own, self._own = self._own, []
         for group in own:
             close_connections(group)
@@ -101,7 +102,8 @@ class World:
         dp_dims: Sequence[str] | None = None,
         model_dims: Sequence[str] | None = None,
     ) -> World:
-        """From what a user has: nothing (one process, or the whole job), process groups, or a DeviceMesh."""
+        """A World from what the user passes: nothing (one process, or the whole job), process groups, or a
+        DeviceMesh."""
         if isinstance(group, World):
             return group
         if mesh is not None:
@@ -117,9 +119,9 @@ class World:
 
     @property
     def control(self) -> Group:
-        """A gloo group of the same ranks, for small things of the host; None where there is one rank only.
+        """A gloo group of the same ranks, for small values on the host; None if there is only one rank.
 
-        On other backends it is made at first use, by all processes of the job together (all their pipelines').
+        For other backends it is created at first use, by all processes of the job together (those of all pipelines).
         """
         if self._control is None and self.group is not None:
             if "gloo" in self.backend:
@@ -134,7 +136,7 @@ class World:
         return self._control
 
     def _pipelines(self) -> list[tuple[int, ...]]:
-        """The ranks of every process's pipeline (collective over the job, on whatever backend it has)."""
+        """The ranks of every process's pipeline (collective over the job, on any backend)."""
         device = self.default_device()
         count = dist.get_world_size()
         mine = torch.full((count,), -1, dtype=torch.int64, device=device)
@@ -157,11 +159,11 @@ class World:
     def new_group(
         self, ranks: Sequence[int], backend: str, purpose: str = "group", *, timeout_s: float = 1800.0
     ) -> Group:
-        """A fresh group of these ranks of the pipeline; only they call this, in one order."""
+        """A new group of these ranks of the pipeline; only they call this, in the same order."""
         return _made([self.global_ranks[r] for r in ranks], backend, purpose, timeout_s)
 
     def gather(self, item: Any) -> list[Any]:
-        """Everybody's item, by rank (collective)."""
+        """The items of all ranks, by rank (collective)."""
         return [item] if self.control is None else gather_values(self.control, item)
 
     def gather_replicas(self, item: Any, timeout_s: float) -> list[Any]:
@@ -172,24 +174,24 @@ class World:
         name = f"octopipe/replicas/{'-'.join(map(str, members))}"
         store, me = default_store(), dist.get_rank()
         count = store.add(f"{name}/count/{me}", 1)
-        store.set(f"{name}/{count}/{me}", encoded(item))  # type: ignore[arg-type]
+        store.set(f"{name}/{count}/{me}", encoded(item))
         keys = [f"{name}/{count}/{member}" for member in members]
         store.wait(keys, timedelta(seconds=timeout_s))
         return [decoded(store.get(key)) for key in keys]
 
     def new_tags(self, count: int) -> int:
-        """The first of so many message tags that no pipeline of this world has used before (collective).
+        """The first of `count` message tags that no pipeline of this world has used before (collective).
 
-        What a step that broke off has sent and nobody took still lies in the group; it must never be taken for what
-        a later pipeline sends.
+        Messages that an interrupted step has sent and nobody received remain in the group; they must never be taken for
+        messages of a later pipeline.
         """
         first = max(self.gather(self._tags))
         self._tags = first + count
         return first
 
     def renew(self, timeout_s: float) -> None:
-        """Fresh groups of the same ranks (collective over pipelines and replicas): after a step that broke off, the
-        old ones are closed, or count collectives that some ranks have made and others have not."""
+        """New groups of the same ranks (collective over pipelines and replicas). After an interrupted step, the old
+        ones are closed, or count collectives that some ranks have started and others have not."""
         if self.group is None:
             return
         self._subgroups.clear()
@@ -214,7 +216,7 @@ class World:
 
 
 def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) -> Group:
-    """A fresh group of these processes, made by them alone."""
+    """A new group of these processes, created by them alone."""
     me = list(members).index(dist.get_rank())
     name = f"octopipe/{purpose}/{'-'.join(map(str, members))}"
     store = default_store()
@@ -229,7 +231,7 @@ def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) 
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long a user lets collectives of a group wait."""
+    """The timeout that the user has set for collectives of a group."""
     options = getattr(wire(group), "options", None) if "gloo" in str(dist.get_backend(group)) else None
     limit = getattr(options, "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else c10d.default_pg_timeout.total_seconds()
@@ -238,8 +240,8 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 def close_connections(group: Group) -> None:
     """Close a gloo group's connections, so that every member that waits in it fails now.
 
-    gloo has no call for it, but it does so where a receive times out: nothing that comes later could be told from what
-    was given up.
+    gloo has no call for this, but it closes them when a receive times out, because messages that arrive later could not
+    be told from the one that was given up.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -248,12 +250,12 @@ def close_connections(group: Group) -> None:
 
 
 class HostWork:
-    """A collective of gloo for a CUDA tensor, done on the host when it is waited for.
+    """A collective of gloo for a CUDA tensor, performed on the host when it is waited for.
 
-    Given a CUDA tensor, gloo borrows a stream of torch's pool for every collective, takes pinned memory (for which the
-    driver may stop everything) and copies in the middle of the step, beside what is being computed and measured. Here
-    no stream but the computation's own takes part, and only once all of the step is issued. Collectives of one group
-    happen in the order in which they are waited for.
+    Given a CUDA tensor, gloo takes a stream from torch's pool for every collective, allocates pinned memory (for which
+    the driver may stop everything) and copies in the middle of the step, concurrently with what is computed and
+    measured. Here only the computation's stream is used, and only once the whole step has been issued. The collectives
+    of one group run in the order in which they are waited for.
     """
 
     __slots__ = ("_start", "_tensor")
@@ -269,7 +271,8 @@ class HostWork:
 
 
 class StreamWork:
-    """A Work of NCCL whose wait takes a timeout and ignores it: with one, NCCL's own would block the host."""
+    """A Work of NCCL whose wait accepts a timeout and ignores it: NCCL's own wait would block the host if it got
+    one."""
 
     __slots__ = ("_work",)
 
@@ -281,7 +284,7 @@ class StreamWork:
 
 
 def all_reduce(group: Group, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-    """Start a reduction in place; returns its Work. On NCCL, waiting for it is the device's."""
+    """Start a reduction in place and return its Work. On NCCL, only the device waits for it."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
     if needs_host(group, tensor):
@@ -291,12 +294,12 @@ def all_reduce(group: Group, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any
 
 
 def needs_host(group: Group, tensor: Tensor) -> bool:
-    """Whether a collective of this group takes the tensor through the host (see `HostWork`)."""
+    """Whether a collective of this group moves the tensor through the host (see `HostWork`)."""
     return tensor.is_cuda and "nccl" not in backend_name(group)
 
 
 def wire(group: Group) -> Group:
-    """The gloo backend inside a ProcessGroup: the same sends and receives without the dispatcher's microseconds."""
+    """The gloo backend inside a ProcessGroup: its sends and receives avoid the microseconds of the dispatcher."""
     return group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
 
 

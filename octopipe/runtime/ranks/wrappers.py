@@ -22,7 +22,7 @@ from octopipe.runtime.ranks.world import World
 
 
 def take_over(modules: Mapping[int, nn.Module], world: World) -> None:
-    """Leave the reduction of wrapped layers to the pipeline, or say why that cannot be."""
+    """Let the pipeline reduce the gradients of wrapped layers, or raise an error that states why it cannot."""
     for k, module in modules.items():
         for inner in module.modules():
             if isinstance(inner, DistributedDataParallel):

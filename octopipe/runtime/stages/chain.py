@@ -164,7 +164,7 @@ class Ops:
         return made
 
     def move(self, moves: Moves, device: Any) -> None:
-        """What is let go and what is fetched before an op's input has arrived."""
+        """Release and fetch activations before the input of an op has arrived."""
         assert self.host is not None
         for cell in moves.release:
             if cell.parcel is not None:
@@ -199,10 +199,10 @@ class Ops:
         StageChain.weight(runs, between)
 
     def weight_so_far(self, cell: Cell) -> None:
-        """The products that an I under way has left to W until now."""
+        """Compute the products that an I which is still running has left to W until now."""
         for run in cell.runs if isinstance(cell.runs, list) else ():
             run.weight_so_far()
 
     def weight_work(self, cell: Cell) -> int:
-        """Multiplications of a W that is issued product by product; 0 where it is one graph."""
+        """The number of multiplications of a W that is issued product by product; 0 if it is one graph."""
         return sum(run.weight_work() for run in cell.runs) if isinstance(cell.runs, list) else 0

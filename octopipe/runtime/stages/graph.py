@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.wgrad_ops import Restart
 from octopipe.runtime.torch_private import PythonFunctionNode, engine_run_backward, run_engine
+from octopipe.runtime.typed_function import Function
 
 
 class Enter(Function):
     """The input of a stage as its layers see it: an ordinary tensor inside a graph, in the same memory.
 
-    A leaf would not do: torch forbids to change one in place, `retain_grad` does nothing to it and its gradient is
-    ours to take. The version is shared, so whoever saved that memory notices a change.
+    A leaf would not do: torch does not allow changing a leaf in place, `retain_grad` has no effect on it, and we use
+    its gradient ourselves. The version counter is shared, so whoever saved that memory notices a change.
     """
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def,override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
 
 

@@ -33,11 +33,8 @@ class HookedParameters:
     """The parameters of one stage, and the hooks on them."""
 
     def __init__(self, modules: Sequence[nn.Module], first_layer: int):
-        self._modules = tuple(modules)
+        self._modules, self._first_layer = tuple(modules), first_layer
         self._named = [(f"{first_layer + k}.{n}", p) for k, m in enumerate(modules) for n, p in m.named_parameters()]
-        self._buffers = lambda: [
-            (f"{first_layer + k}.{n}", b) for k, m in enumerate(modules) for n, b in m.named_buffers()
-        ]
         self._after: list[tuple[str, Tensor]] = []
         """Parameters with hooks that run after their gradient has been accumulated."""
         self.forwards = False
@@ -47,6 +44,10 @@ class HookedParameters:
         self._versions: dict[str, int] = {}
         self._counts: dict[int, int] = {}
         self._held: set[int] = set()
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        first = self._first_layer
+        return [(f"{first + k}.{n}", b) for k, m in enumerate(self._modules) for n, b in m.named_buffers()]
 
     def look(self, parameters: Iterable[Tensor]) -> set[int]:
         """Look for hooks anew; the ids of parameters whose gradients autograd itself must add.

@@ -103,7 +103,7 @@ class Parcel:
     @staticmethod
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, Ticket):
-            return kept  # type: ignore[no-any-return]
+            return kept
         held = kept.memory.bytes
         if held is None:
             raise OctoPipeError(

@@ -99,7 +99,7 @@ class Start:
 
 
 class Kept(NamedTuple):
-    """The state that R starts from."""
+    """The state from which R starts."""
 
     boxes: list[tuple[Box, Any]]
     copies: dict[int, Tensor]
@@ -113,10 +113,11 @@ class Kept(NamedTuple):
 
     @contextmanager
     def again(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The tensors as F got them, while all else is as F found it, too; then everything is as it was before.
+        """A context in which the tensors have the values that F received, and all other state is as F found it; at its
+        end everything is as it was before.
 
-        But where F's own tensor is still the last one that a forward left in a place (an output kept for its
-        gradient), R's takes its place: that is the one which backward goes through.
+        There is one exception: where F's own tensor is still the latest one that a forward stored in a place (an output
+        that is kept for its gradient), the tensor of R replaces it, because backward goes through that one.
         """
         now = [(box, box.read()) for box, _ in self.boxes]
         sources, host = [Source(s.thing) for s in self.sources], host_state()
@@ -268,7 +269,7 @@ class Replay:
         return self._kept(start, moved)
 
     def _settle(self, start: Start) -> list[HeldTensor]:
-        """Put the real tensors back with the values of their copies; returns which of them changed."""
+        """Put the real tensors back, with the values of their copies; returns which of them changed."""
         if not start.standing:
             return []
         moved, back = [], {}
@@ -312,7 +313,7 @@ class Replay:
 
 
 def everything_as(snapshot: Snapshot) -> Kept:
-    """A snapshot with copies of its tensors, as something to run from again."""
+    """A snapshot with copies of its tensors, from which a forward can run again."""
     copies = {key: held.copy for key, held in snapshot.tensors.items() if held.copy is not None}
     return Kept(snapshot.boxes, copies, {}, snapshot.sources, host_state(), [{}] * len(snapshot.boxes))
 
@@ -334,7 +335,7 @@ def _at(contents: Any, key: Any) -> Any:
 
 
 def _exchange(box: Box, contents: Any, by: dict[int, Tensor]) -> None:
-    """Other tensors for those of a box whose ids `by` names."""
+    """Replace those tensors of a box whose ids are keys of `by`."""
     if box.kind in ("array", "set") or not any(id(v) in by for _, v in items_of(contents)):
         return
     if isinstance(contents, dict):
@@ -344,7 +345,8 @@ def _exchange(box: Box, contents: Any, by: dict[int, Tensor]) -> None:
 
 
 def _apart(which: Sequence[HeldTensor], snapshot: Snapshot) -> Iterator[HeldTensor]:
-    """Those that share their memory with no other tensor of the snapshot: copies of such would fall apart."""
+    """The tensors that share memory with no other tensor of the snapshot: copies of tensors that do would no longer
+    share it."""
     owners: dict[int, int] = {}
     for held in snapshot.tensors.values():
         if held.tensor.layout is torch.strided and type(held.tensor) is Tensor and held.tensor.numel():
@@ -362,7 +364,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _take_over(real: Tensor, stand_in: Tensor) -> None:
-    """The values (and the form, where a forward changed that) of what stood for a tensor."""
+    """Give a tensor the values (and the form, if a forward changed it) of its copy."""
     if real.shape != stand_in.shape or real.dtype != stand_in.dtype:
         real.data = stand_in.detach().clone()
     else:

@@ -45,7 +45,7 @@ _READ_NOTHING_NODES = _VIEW_NODES | {"AddBackward0"}
 
 
 class Rerun(SplitMode):
-    """The split of a stage's forward when it runs again; `begin` before it, `valid` after it."""
+    """Splits the forward of a stage when it runs again; `begin` is called before it, `valid` after it."""
 
     def __init__(self, mode: SplitMode):
         TorchFunctionMode.__init__(self)
@@ -68,7 +68,7 @@ class Rerun(SplitMode):
         self._results.clear()
         self._linears, self._unread, self._node, self._left_out = 0, False, None, False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_traced():
             return func(*args, **(kwargs or {}))
         if func is not F.linear:
@@ -103,7 +103,7 @@ class Rerun(SplitMode):
         return LeftOut.apply(input, weight, bias, site, None)
 
     def valid(self, root: Any, *, kept: bool = False) -> bool:
-        """Whether the graph just built may be used. `root` is its last node, None where there are several; `kept`:
+        """Whether the graph just built may be used. `root` is its last node, None if there are several; `kept`:
         somebody holds the output."""
         node, self._node = self._node, None
         kept = kept or any(ref() is not None for ref in self._results)
@@ -119,9 +119,9 @@ class Rerun(SplitMode):
 
 
 def _only_added(root: Any, node: Any, *, whole: bool) -> bool:
-    """Whether every way from `node` up to `root` is of additions and views; there must be one.
+    """Whether every path from `node` up to `root` consists of additions and views; there must be at least one.
 
-    Where not the whole graph is looked at, only what stands next to additions and views is.
+    Without `whole`, only nodes next to additions and views are looked at.
     """
     users: dict[Any, list[Any]] = {}
     todo, seen = [root], {root}

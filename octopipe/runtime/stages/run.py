@@ -39,7 +39,7 @@ _NOTHING = nullcontext()
 
 
 class StageRun:
-    """One micro-batch in a stage, returned by `Stage.forward`: with its graph, or for R to build it."""
+    """One micro-batch in a stage, created by `Stage.forward`: with its graph, or without one if R is to build it."""
 
     __slots__ = (
         "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_queue", "_rng", "_seed", "_side", "_stage",
@@ -101,13 +101,13 @@ class StageRun:
         stage.give_away(self.outputs)
 
     def _given(self) -> list[Tensor]:
-        """All tensors that the forward is given."""
+        """All tensors that the forward receives."""
         leaves = list(self._leaves)
         flatten((self._side, self._then.target if isinstance(self._then, Loss) else None), leaves)
         return [t for t in leaves if isinstance(t, Tensor)]
 
     def _take(self, tensors: Sequence[Tensor]) -> None:
-        """Put these in the place of `_given()`."""
+        """Replace the tensors of `_given()` by these."""
         it = iter(tensors)
         form = flatten(self._inputs, [])
         self._leaves = [next(it) if isinstance(t, Tensor) else t for t in self._leaves]
@@ -128,7 +128,7 @@ class StageRun:
         return build(flatten(self._inputs, []), iter(inner))
 
     def _forward(self, grad: bool, mode: SplitMode, *, again: bool = False) -> None:
-        """F, in full (`again`: R will come, which needs what F found)."""
+        """Run F once. `again`: R will follow, which needs the state that F found."""
         stage, then = self._stage, self._then
         mode.queue, self._queue.shut = self._queue, True
         loss = then.function if isinstance(then, Loss) else then
@@ -192,7 +192,8 @@ class StageRun:
                 start.stand_again()
 
     def _exit(self, output: Tensor) -> Any:
-        """Where an output's gradient enters; before any hook of a user's, which may run a backward of its own."""
+        """The edge at which the gradient of an output enters. It precedes any hook of the user, which may run a
+        backward of its own."""
         return edge_of(Enter.apply(output) if output._backward_hooks or self._stage.hooked.backwards else output)
 
     def _cut(self, value: Any, grad: bool) -> None:
@@ -206,7 +207,7 @@ class StageRun:
         self.outputs = build(form, iter([t.detach() if isinstance(t, Tensor) else t for t in leaves]))
 
     def recompute(self) -> None:
-        """R: build the graph that F with `recompute=True` did not keep."""
+        """R: build the graph that F, with `recompute=True`, did not keep."""
         if self._edges is not None or self._kept is None:
             raise OctoPipeError("R of a run that kept its graph: pass recompute=True to its forward")
         stage, first = self._stage, self._digests
@@ -259,23 +260,24 @@ class StageRun:
             self._inputs, self._leaves, self._edges = inputs, leaves, None
 
     def backward_input(self, grads: Any = None) -> list[Tensor | None]:
-        """I: everything but the weight GEMMs, which wait for W. See `backward_full` for values."""
+        """I: everything except the weight products, which are left to W. See `backward_full` for the values."""
         self._queue.defer = True
         return self._backward(grads)
 
     def weight_work(self) -> int:
-        """Multiplications that W would do now."""
+        """The number of multiplications that W would compute now."""
         return self._queue.work()
 
     def weight_so_far(self) -> None:
-        """The weight GEMMs that an I under way has left until now."""
+        """Compute the weight products that an I which is still running has left to W until now."""
         try:
             self._queue.run()
         except OperandChanged as error:
             self._stage.hooked.refuse_operand(error)
 
     def backward_weight(self, between: Between = None) -> None:
-        """W: the weight GEMMs that I left. `between` is called after each (see `WeightQueue.run`)."""
+        """W: compute the weight products that I left. `between` is called after each of them (see
+        `WeightQueue.run`)."""
         if self._edges is not None:
             raise OctoPipeError("W before I of the same micro-batch: run backward_input first")
         try:
@@ -284,10 +286,9 @@ class StageRun:
             self._stage.hooked.refuse_operand(error)
 
     def backward_full(self, grads: Any = None) -> list[Tensor | None]:
-        """B: I and W at once. `grads` has the leaves of `outputs` (None where there is no gradient);
-        left out, every output is a scalar loss. Returns one entry per input leaf, None where none is wanted
-        or nothing depends on it.
-        """
+        """B: I and W at once. `grads` has one entry per leaf of `outputs` (None if there is no gradient); by default
+        every output is a scalar loss. Returns one entry per leaf of the input, None if no gradient is requested or
+        nothing depends on it."""
         self._queue.defer = False
         return self._backward(grads)
 

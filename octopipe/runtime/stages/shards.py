@@ -36,8 +36,8 @@ def rows_of_shard(rows: int, number: int, count: int) -> tuple[int, int]:
 
 
 def with_rows(module: nn.Module, path: str, number: int, count: int) -> tuple[nn.Module, int, int]:
-    """The module with only a shard's rows of the parameter `path`, under every name that it has there; the module
-    itself stays as it was. Also the first row and how many rows the whole has."""
+    """The module with only a shard's rows of the parameter `path`, under all names that the parameter has in it; the
+    module itself does not change. Also returns the first row and the number of rows of the whole parameter."""
     whole = module.get_parameter(path)
     start, stop = rows_of_shard(whole.shape[0], number, count)
     if start == stop:
@@ -61,28 +61,29 @@ def with_rows(module: nn.Module, path: str, number: int, count: int) -> tuple[nn
 
 
 def names_of(module: nn.Module, path: str) -> list[str]:
-    """Every name of the parameter `path`."""
+    """All names of the parameter `path`."""
     whole = module.get_parameter(path)
     return [name for name, p in module.named_parameters(remove_duplicate=False) if p is whole]
 
 
 def _own(module: nn.Module) -> nn.Module:
-    """A copy that shares everything but the books of what it holds."""
+    """A copy that shares everything except the dictionaries of its parameters, buffers and modules."""
     twin = copy.copy(module)
-    for books in ("_parameters", "_modules", "_buffers"):
-        twin.__dict__[books] = dict(module.__dict__[books])
+    for held in ("_parameters", "_modules", "_buffers"):
+        twin.__dict__[held] = dict(module.__dict__[held])
     return twin
 
 
 def marked(module: nn.Module, start: int, cut: dict[str, int]) -> nn.Module:
-    """A shard with what others ask it for."""
+    """A shard with the attributes that its users read: its first row, and how many rows each split parameter has in
+    all."""
     module.shard_start = start  # type: ignore[assignment]
     module.cut_parameters = cut  # type: ignore[assignment]
     return module
 
 
 def cut_module(module: nn.Module, number: int, count: int, layer: int) -> nn.Module:
-    """A layer's shard."""
+    """The module of a layer's shard."""
     own = getattr(module, "vocabulary_shard", None)
     if own is not None:
         return cast(nn.Module, own(number, count))
@@ -107,7 +108,7 @@ def cut_module(module: nn.Module, number: int, count: int, layer: int) -> nn.Mod
 
 
 class EmbeddingRows(nn.Module):
-    """Some rows of an embedding; zero for all other tokens, so that the shards sum to the whole."""
+    """Some rows of an embedding; zero for all other tokens, so that the sum over the shards is the whole embedding."""
 
     def __init__(self, weight: nn.Parameter, start: int):
         super().__init__()
@@ -119,14 +120,14 @@ class EmbeddingRows(nn.Module):
 
 
 def rows_at(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
-    """The rows of the tokens that a shard has, and zeros for the others."""
+    """The rows of the tokens that a shard has, and zeros for all others."""
     local = tokens - start
     mine = (local >= 0) & (local < weight.shape[0])
     return F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1).to(weight.dtype)
 
 
 def masked_embedding(module: nn.Module, start: int, path: str) -> nn.Module:
-    """A module whose embedding at `path` holds the rows from `start` on, with that embedding zero for other tokens."""
+    """A module whose embedding at `path` has the rows from `start` on; the embedding is zero for other tokens."""
     inner = cast(nn.Embedding, module.get_submodule(path))
     if inner.padding_idx is not None:
         local = inner.padding_idx - start
@@ -149,14 +150,14 @@ class CutLoss(Protocol):
     """A loss that can be computed from the losses of single tokens."""
 
     def partial(self, module: nn.Module) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
-        """For a shard: from its output and the target to its two numbers per token."""
+        """The function of a shard from its output and the target to its two numbers per token."""
 
     def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
-        """The scalar loss; `token_losses` has one number per label that `partial` has looked up."""
+        """The scalar loss; `token_losses` has one number per label that `partial` has used."""
 
 
 class JoinedShards(nn.Module):
-    """The tokens' losses, from the numbers of all shards."""
+    """The losses of the tokens, computed from the numbers of all shards."""
 
     def forward(self, *pairs: Any) -> Tensor:
         found = [pairs] if isinstance(pairs[0], Tensor) else list(pairs)
@@ -203,8 +204,8 @@ class MeanCrossEntropy:
 
 
 def partial_softmax(logits: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Per row: the logarithm of this shard's part of the softmax's sum, and the label's logit, zero where the label is
-    not among the words from `start` on."""
+    """Per row: the logarithm of this shard's part of the softmax's sum, and the logit of the label, zero if the label
+    is not among the tokens from `start` on."""
     wide = logits if logits.dtype is torch.float64 else logits.float()
     local = labels - start
     mine = (local >= 0) & (local < logits.shape[-1])

@@ -48,9 +48,9 @@ __all__ = ["Loss", "Stage", "StageRun"]
 
 
 class Stage:
-    """Modules in sequence on one rank. `input_grad=False` marks a first stage: its I has no result.
+    """Modules in sequence on one rank. `input_grad=False` marks a first stage, whose I has no result.
 
-    `side`: names of side inputs; `forward` takes their values.
+    `side`: names of side inputs, whose values `forward` takes.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Stage:
         input_grad: Sequence[bool] | None = None,
         side: Mapping[str, Any] | None = None,
     ) -> StageRun:
-        """F of one micro-batch. `then` (the loss, say) is applied to the last value, inside the graph.
+        """F of one micro-batch. `then` (such as the loss) is applied to the last value, inside the graph.
 
-        `seed` makes random draws depend on it and the layer's index alone; the caller restores the global
-        generators when it wants to (`rng_kept`). `input_grad` says leaf by leaf which inputs want a gradient
-        (default: floating and complex ones).
+        `seed` makes random draws depend only on it and the layer's index; the caller restores the global generators if
+        needed (`rng_kept`). `input_grad` states for each leaf of the input whether it takes a gradient (default:
+        floating-point and complex ones).
         """
         return StageRun(self, inputs, then, seed, input_grad, not recompute, again=recompute, side=side)
 
     def held(self) -> list[Tensor]:
-        """Parameters and buffers: what the stage has on its device whatever its forwards do."""
+        """Parameters and buffers: the tensors that the stage has on its device whatever its forwards do."""
         return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
 
     def begin_step(self) -> None:
@@ -134,7 +134,7 @@ class Stage:
             self._steps_checked = 0
 
     def end_step(self) -> None:
-        """Drop what is only valid while the weights do not change (autocast's copies of them)."""
+        """Drop everything that is valid only while the weights do not change (autocast's copies of them)."""
         self.mode.clear_casts()
         self._given_away.clear()
         self._steps_checked += self._step_begun
@@ -151,13 +151,13 @@ class Stage:
                     )
 
     def layer_name(self, k: int) -> str:
-        """The k-th module, in words; after the last one comes the loss."""
+        """A description of the k-th module; the loss follows the last one."""
         if k == len(self.modules):
             return "loss_fn"
         return f"layer {self._calls[k][0]} ({type(self.modules[k]).__name__})"
 
     def place(self) -> str:
-        """The last layer, in words."""
+        """A description of the last layer."""
         return self.layer_name(len(self.modules) - 1)
 
     def call(
@@ -168,7 +168,7 @@ class Stage:
         side: Mapping[str, Any] | None = None,
         digests: list[Digest] | None = None,
     ) -> Any:
-        """The modules, one after the other, and `then`. `digests` gets one of every value."""
+        """Run the modules one after the other, and `then`. `digests` receives a digest of every value."""
         for layer, module, one, names in self._calls:
             if seed is not None:
                 seed_all(mix(seed, layer))
@@ -185,9 +185,10 @@ class Stage:
         return value
 
     def adapt(self, error: BaseException, start: Start | None) -> None:
-        """Learn from a failed forward what the next attempt must do differently; raises if nothing helps.
+        """Learn from a failed forward what the next attempt must do differently; raises the error if nothing helps.
 
-        `start`: what it found; None where that was not kept, which does no harm if forwards leave all as it is.
+        `start`: the state that the forward found; None if it was not kept, which does no harm if forwards change
+        nothing.
         """
         if isinstance(error, Restart):
             self.mode.habits.quick, self.needs_saved = False, True
@@ -206,7 +207,7 @@ class Stage:
             ) from error
 
     def give_away(self, outputs: Any) -> None:
-        """Remember outputs that are passed on, to check that no later forward writes to them."""
+        """Record outputs that are passed on, to check that no later forward writes to them."""
         leaves = [outputs]
         if not isinstance(outputs, Tensor):
             leaves = []

@@ -31,7 +31,7 @@ NOT_OPENED = frozenset(("_parameters", "_modules"))
 
 
 class Box:
-    """A place whose contents can be read and exchanged in place."""
+    """A place whose contents can be read and replaced."""
 
     __slots__ = ("kind", "label", "names", "thing")
 
@@ -102,7 +102,7 @@ def items_of(contents: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values of a place are one: the same object, or equal constants."""
+    """Whether two values of a place are the same: the same object, or equal constants."""
     if a is b:
         return True
     kind = type(a)
@@ -112,7 +112,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def changed_key(box: Box, before: Any) -> Any:
-    """The first key of a box whose value is another one than `before`; `_SAME` where there is none."""
+    """The first key of a box whose value differs from `before`; `_SAME` if there is none."""
     now = box.read()
     if box.kind == "array":
         same = now.shape == before.shape and (now == before).all()
@@ -145,13 +145,13 @@ class HeldTensor:
         """The places where it can be exchanged for another tensor."""
 
     def copyable(self) -> bool:
-        """Whether a copy can replace it: plain memory without an autograd history."""
+        """Whether a copy can replace the tensor: it is plain memory without an autograd history."""
         t = self.tensor
         plain = type(t) is Tensor and not t.is_meta and t.layout is torch.strided
         return plain and t.grad_fn is None and not t.requires_grad
 
     def moved(self) -> bool:
-        """Whether it has other values than when it was found, as far as its version or a copy tells."""
+        """Whether the values have changed since the tensor was found, as far as its version or a copy shows."""
         # Batch norm's kernel changes its statistics without a word to the version.
         if self.tensor._version != self.version:
             return True
@@ -168,7 +168,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class Snapshot:
-    """Boxes with their contents at one moment, and what was in them."""
+    """Boxes with their contents at one moment, and the tensors in them."""
 
     def __init__(self) -> None:
         self.boxes: list[tuple[Box, Any]] = []
@@ -181,16 +181,17 @@ class Snapshot:
                 held.copy = held.tensor.detach().clone()
 
     def changes(self) -> Iterator[tuple[Box, Any]]:
-        """Boxes with other contents than now, each with the first key that differs."""
+        """Boxes whose contents have changed, each with the first key that differs."""
         for box, before in self.boxes:
             key = changed_key(box, before)
             if key is not _SAME:
                 yield box, key
 
     def changed_names(self, known: set[int]) -> Iterator[str]:
-        """What has changed since, tensors' values included as far as their versions tell.
+        """The names of everything that has changed since, including the values of tensors as far as their versions
+        show.
 
-        `known`: ids of the objects whose changes are not asked for.
+        `known`: ids of objects whose changes are not of interest.
         """
         for box, key in self.changes():
             if id(box.thing) not in known:
@@ -213,7 +214,7 @@ class Snapshot:
 
 
 class Source:
-    """A random generator that a module holds, with its state."""
+    """A random generator of a module, with its state."""
 
     __slots__ = ("_set", "state", "thing")
 
@@ -246,7 +247,7 @@ def _source_state(thing: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def host_state() -> Any:
-    """Python's and numpy's own random numbers."""
+    """The state of Python's and numpy's global random generators."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return random.getstate(), None

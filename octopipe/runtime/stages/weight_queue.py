@@ -20,12 +20,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_distributed(t: Any) -> bool:
-    """Whether a tensor is a DTensor: a part of one, and the mesh that holds the others."""
+    """Whether a tensor is a DTensor."""
     return type(t) not in _PLAIN and hasattr(t, "device_mesh")
 
 
 class OperandChanged(RuntimeError):
-    """An operand of a weight gradient has changed since the forward."""
+    """An operand of a weight gradient has been changed since the forward."""
 
     def __init__(self, parameter: Tensor, what: str, shape: tuple[int, ...]):
         super().__init__(
@@ -35,17 +35,17 @@ class OperandChanged(RuntimeError):
 
 
 class WeightQueue:
-    """Weight gradients still owed. With `defer` off they are computed the moment they are added.
+    """Weight gradients that are still to be computed. Without `defer`, they are computed as soon as they are added.
 
-    `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
-    must be active there, too, so that the second forward meets the same functions as the first.
+    `reruns`: backward will run forwards again (activation checkpointing was seen). The mode must then be active in
+    backward, too, so that the second forward meets the same functions as the first.
 
-    `shut`: whoever runs backward now is not the stage but a forward (`torch.autograd.grad` inside it: forces,
-    penalties). Then the functions here are ordinary ones: they return all gradients, which have gradients themselves.
+    `shut`: backward is run not by the stage but by a forward (`torch.autograd.grad` inside it: forces, penalties). The
+    functions here are then ordinary ones: they return all gradients, which can be differentiated again.
 
     `task`: the engine's number for the stage's own backward, set by `begin`, a hook of its first nodes. Another number
     is a backward inside that one (`torch.autograd.grad` in a tensor hook: implicit layers, preconditioners), which
-    `wants` knows to tell apart.
+    `wants` recognises.
     """
 
     __slots__ = ("_items", "asked", "defer", "reruns", "shut", "task")
@@ -70,8 +70,8 @@ class WeightQueue:
             kernel(*args)
 
     def run(self, between: Between = None) -> None:
-        """Compute everything queued, oldest first, letting go of each operand as soon as it is used. `between` is
-        called after each product with its number of multiplications."""
+        """Compute everything in the queue, the oldest first, and release each operand as soon as it has been used.
+        `between` is called after each product with its number of multiplications."""
         if not self._items:
             return
         items, self._items = self._items, []
@@ -92,14 +92,14 @@ class WeightQueue:
                     between(work)
 
     def work(self) -> int:
-        """Multiplications of everything queued."""
+        """The number of multiplications of everything in the queue."""
         return sum(_multiplications([a for a in args if isinstance(a, Tensor)]) for _, args, _ in self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def tensors(self) -> list[Tensor]:
-        """The GEMM operands that are alive only because W has not run yet."""
+        """The operands that are alive only because W has not run yet."""
         return [
             a.to_local() if is_distributed(a) else a  # type: ignore[attr-defined]
             for _, args, _ in self._items
@@ -109,7 +109,8 @@ class WeightQueue:
 
 
 def _multiplications(tensors: Sequence[Tensor]) -> int:
-    """Of the product that makes a parameter's gradient from its two operands; of something else, its numbers."""
+    """The number of multiplications of the product of two operands that gives a parameter's gradient; for other
+    functions, the number of elements."""
     operands = [t for t in tensors[1:] if t.dim()]
     if len(operands) < 2:
         return sum(t.numel() for t in operands)

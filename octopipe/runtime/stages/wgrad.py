@@ -93,10 +93,10 @@ class Habits:
 
 
 class SplitMode(TorchFunctionMode):
-    """While active, calls that multiply by one of `params` are split; their weight part goes to `queue`.
+    """While active, calls that multiply by one of `params` are split: their weight part goes to `queue`.
 
-    `queue` may be set anew for every micro-batch. The mode keeps one low-precision copy per weight that
-    autocast casts (`clear_casts` drops them), where autocast alone keeps one per micro-batch in flight.
+    `queue` may be replaced for every micro-batch. The mode keeps one low-precision copy per weight that autocast casts
+    (`clear_casts` drops them), whereas autocast by itself keeps one per micro-batch in flight.
     """
 
     def __init__(self, params: Iterable[Tensor], queue: WeightQueue, *, quick: bool = True):
@@ -133,7 +133,7 @@ class SplitMode(TorchFunctionMode):
         pop_function_mode()
         self._off = self._own_graph = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo traces this method: inside a compiled layer it must vanish.
         if _is_traced():
             return func(*args, **(kwargs or {}))
@@ -151,7 +151,7 @@ class SplitMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def site(self, weight: Any) -> WeightSite | None:
-        """Where the gradient of this use of `weight` goes; None if it must stay with autograd."""
+        """Where the gradient of this use of `weight` goes; None if autograd must compute it."""
         found = self._params.get(id(weight))
         layout: Layout = None
         if found is None:
@@ -172,7 +172,7 @@ class SplitMode(TorchFunctionMode):
         return WeightSite(self.queue, found, layout)
 
     def _behind(self, weight: Tensor) -> tuple[Tensor | None, Layout]:
-        """The parameter that `weight` is a view or a cast (or a view of a cast) of, and which view."""
+        """The parameter of which `weight` is a view or a cast (or a view of a cast), and the view."""
         base, node = weight, weight.grad_fn
         if weight._is_view():
             base = weight._base  # type: ignore[assignment]
@@ -200,7 +200,7 @@ class SplitMode(TorchFunctionMode):
         return param, (tuple(weight.shape), tuple(weight.stride()), offset)
 
     def autocast(self, x: Tensor, weight: Tensor, site: WeightSite) -> tuple[Tensor, Tensor | None]:
-        """`x` and the weight's values as autocast would cast them; None for the weight as it is."""
+        """`x` and the weight's values as autocast would cast them; None for the weight if it is used as it is."""
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
             return x, None
@@ -216,7 +216,7 @@ class SplitMode(TorchFunctionMode):
         return x, known[1]
 
     def clear_casts(self) -> None:
-        """Drop the low-precision copies of the weights (call when the step is over)."""
+        """Drop the low-precision copies of the weights (called when the step is over)."""
         self._casts.clear()
 
 
@@ -273,7 +273,7 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _inner_grad(mode: SplitMode, *args: Any, **more: Any) -> Any:
-    """`torch.autograd.grad` inside a forward: its products are the caller's, and may be differentiated again."""
+    """`torch.autograd.grad` inside a forward: its products belong to the caller, and may be differentiated again."""
     queue = mode.queue
     _inner_backward(mode)
     if mode.hooked:  # outside a stage: nobody to run it again
@@ -286,7 +286,8 @@ def _inner_grad(mode: SplitMode, *args: Any, **more: Any) -> Any:
 
 
 def _inner_backward(mode: SplitMode, *args: Any, **more: Any) -> None:
-    """`backward` inside a stage's forward. Inside backward it is a reentrant checkpoint's, and wants no other care."""
+    """`backward` inside a stage's forward. Inside backward it is that of a reentrant checkpoint, and needs no special
+    treatment."""
     if mode.queue.shut:
         mode.habits.backward_inside = True
         if mode.hooked or mode.keeps_nothing:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.runtime.precision import LOW, gradient_dtype
@@ -24,6 +23,7 @@ from octopipe.runtime.torch_private import (
     grouped_mm,
     will_engine_execute,
 )
+from octopipe.runtime.typed_function import Function, Gradients
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -31,7 +31,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class WeightSite:
-    """Where one use of a weight leaves its gradient: the queue, the parameter, and the view of it."""
+    """Where one use of a weight puts its gradient: the queue, the parameter, and the view of the parameter."""
 
     __slots__ = ("layout", "param", "queue")
 
@@ -41,8 +41,8 @@ class WeightSite:
     def wants(self) -> str:
         """What the backward that runs now does with this weight's gradient: the stage's own adds it ("own").
 
-        A backward inside that one adds it too ("own", as a reentrant checkpoint's), returns it to whoever called
-        `torch.autograd.grad` for it ("returned"), or has no use for it ("none").
+        A backward inside that one adds it too ("own", if it is that of a reentrant checkpoint), returns it to the
+        caller of `torch.autograd.grad` ("returned"), or does not use it ("none").
         """
         queue = self.queue
         if queue.shut:
@@ -123,7 +123,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _adds_wide(view: Tensor, a: Tensor) -> bool:
-    """Whether a product of these operands can be added into the wider `view` by one kernel."""
+    """Whether one kernel can add a product of these operands into the wider `view`."""
     return view.dtype is torch.float32 and a.dtype in LOW and view.is_cuda and _has_wide_products(view.device)
 
 
@@ -140,7 +140,7 @@ def _has_wide_products(device: torch.device) -> bool:
 
 
 def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:
-    """`add_product` of DTensors: the parts' own product, placed as the parameter is."""
+    """`add_product` of DTensors: the product of the local parts, placed as the parameter is."""
     product = a.reshape(-1, a.shape[-1]).mT @ b.reshape(-1, b.shape[-1])
     if product.placements != param.placements:
         product = product.redistribute(placements=param.placements)
@@ -179,16 +179,18 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 
 
 class Restart(BaseException):
-    """Backward inside a forward whose linears went the quick way: the forward must run again, the other way.
+    """Raised by a backward inside a forward whose linears used `LinearHook`: the forward must run again with `Linear`
+    instead.
 
-    Not an Exception, so that a layer's own `except` lets it pass.
+    It is not an Exception, so that an `except` in a layer does not catch it.
     """
 
 
 class LinearHook:
     """Runs before the backward of a linear whose weight takes no gradient from autograd, and queues that gradient.
 
-    The quick way: no code of ours between a layer and torch's own kernels, in forward or backward, but this call.
+    This is the fast way: between a layer and torch's own kernels, in forward and backward, none of our code runs but
+    this call.
     """
 
     __slots__ = ("site", "version", "x")
@@ -225,10 +227,13 @@ class LinearHook:
 
 
 class Linear(Function):
-    """`LinearHook`'s slow twin: where autograd must know what is saved, or nothing else takes a gradient."""
+    """The slower alternative to `LinearHook`, for cases in which autograd must know what is saved, or nothing else
+    takes a gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, computed)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         w = weight if computed is None else computed
@@ -236,7 +241,7 @@ class Linear(Function):
         return out.detach() if out._is_view() else out
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight, computed = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
         with WithoutFunctionModes():
@@ -261,7 +266,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` as one product. Of an x that was transposed `matmul` makes one small product per row, unless the
+    """`x @ matrix` as one product. For an x that was transposed, `matmul` computes one small product per row unless the
     matrix takes a gradient; on a GPU that takes ten times as long."""
     if x.ndim < 3:
         return x @ matrix
@@ -269,7 +274,7 @@ def times(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """`x` so laid out that a linear makes one product of it (see `times`)."""
+    """`x` with a layout for which a linear computes one product (see `times`)."""
     if x.ndim < 3 or not x.numel():
         return x
     shape, stride = x.shape, x.stride()
@@ -280,10 +285,12 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 class LeftOut(Linear):
-    """A linear whose value nobody reads: zeros, with the backward of the product."""
+    """A linear whose value nobody reads: it returns zeros, with the backward of the product."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, None)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         return x.new_zeros((*x.shape[:-1], weight.shape[0]))
@@ -293,7 +300,9 @@ class Batched(Function):
     """`a @ b` (+ `bias`) where one side is a weight and both are matrices or equal batches of them."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, site, left, computed):  # type: ignore[override]
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, site: WeightSite, left: bool, computed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(a, b, computed)
         if computed is not None:
             a, b = (computed, b) if left else (a, computed)
@@ -303,7 +312,7 @@ class Batched(Function):
         return torch.addmm(bias, a, b) if a.ndim == 2 else torch.baddbmm(bias, a, b)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         a, b, computed = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
         ga = gb = None
@@ -327,13 +336,13 @@ class Batched(Function):
 
 class Grouped(Function):
     @staticmethod
-    def forward(ctx, x, w, offs, site):  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, site: WeightSite) -> Tensor:
         ctx.save_for_backward(x, w, offs)
         ctx.site = site
         return grouped_mm(x, w, offs=offs)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         x, w, offs = ctx.saved_tensors
         site, gw = ctx.site, None
         with WithoutFunctionModes():
@@ -350,13 +359,13 @@ class Grouped(Function):
 
 class Embedding(Function):
     @staticmethod
-    def forward(ctx, ids, weight, padding_idx, site):  # type: ignore[override]
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int, site: WeightSite) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.site, ctx.padding_idx, ctx.rows = site, padding_idx, weight.shape[0]
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Gradients:
         (ids,) = ctx.saved_tensors
         gw = None
         with WithoutFunctionModes():

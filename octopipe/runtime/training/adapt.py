@@ -51,7 +51,7 @@ _RIDGE = 1e-3
 
 
 class Adapter:
-    """Costs that follow the measurement, and the decision to switch."""
+    """Adapts the costs to measurements, and decides when to switch to another plan."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Adapter:
         seed: int = 0,
         recompute: bool = False,
     ):
-        """`threshold`: the least predicted gain (0.05: 5 %) worth a switch. `blend`: how much of a correction one
-        observation makes (1: all of it)."""
+        """`threshold`: the least predicted gain (0.05: 5 %) for which a switch is worthwhile. `blend`: the share of a
+        correction that one observation applies (1: all of it)."""
         if not 0 < threshold < 10 or not 0 < blend <= 1 or budget_s <= 0:
             raise OctoPipeError(
                 f"threshold {threshold}, blend {blend}, budget {budget_s} s; give numbers > 0 and a blend of at most 1"
@@ -120,11 +120,11 @@ class Adapter:
 
 
 def corrected(costs: CostTable, plan: Plan, timeline: Timeline, *, blend: float = 1.0) -> CostTable:
-    """The costs that explain a measured step: one factor per layer kind and op kind, one per rank.
+    """The costs that explain a measured step: one factor per layer kind and op kind, and one per rank.
 
-    Every stage and op kind gives one equation, log(measured / predicted) = log(rank's factor) + the mean of its
-    layers' log factors weighted by their share of the time; least squares decide what is a slow rank and what a
-    mispriced layer.
+    Every stage and op kind gives one equation: log(measured / predicted) is the log of the rank's factor plus the mean
+    of its layers' log factors, weighted by their shares of the time. Least squares separate slow ranks from mispriced
+    layers.
     """
     spans = timeline.spans
     took = spans.end_ms - spans.start_ms
@@ -179,7 +179,8 @@ def switch(
     make_pipe: Callable[[Plan], Pipeline],
     make_optimizer: Callable[[Pipeline], torch.optim.Optimizer] | None = None,
 ) -> tuple[Pipeline, torch.optim.Optimizer | None]:
-    """Go on under another plan: a new pipeline and optimizer with the old ones' state (collective; between steps).
+    """Continue under another plan: a new pipeline and optimizer with the state of the old ones (collective; between
+    steps).
 
     `make_pipe` builds the pipeline of the new plan on the same ranks, `make_optimizer` an optimizer for it with the
     same settings. The old pipeline is closed.
@@ -234,7 +235,7 @@ def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
 
 
 def _unfinished(pipe: Pipeline) -> str:
-    """Gradients that would be lost, in one line."""
+    """The gradients that would be lost, in one line."""
     for name, p in pipe.named_parameters():
         if p.grad is not None and bool((local(p.grad) != 0).any()):
             return (
@@ -253,7 +254,7 @@ def _holders(plan: Plan) -> dict[int, list[int]]:
 
 
 def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
-    """This rank's layers with the optimizer state of their parameters (a tied one's under its first name)."""
+    """This rank's layers with the optimizer state of their parameters (of a tied parameter under its first name)."""
     out: dict[int, dict[str, Any]] = {
         k: {"state": layer_state(k, module, optimizer), "beside": _beside(module), "optimizer": {}}
         for k, module in pipe.modules().items()
@@ -269,7 +270,7 @@ def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> di
 
 
 def _beside(module: nn.Module) -> dict[str, Any]:
-    """What a state dict leaves out: buffers that are not saved, the mode of every module, what is frozen."""
+    """What a state dict does not contain: buffers that are not saved, the mode of every module, and what is frozen."""
     saved = module.state_dict().keys()
     return {
         "buffers": {name: compact(b) for name, b in module.named_buffers() if name not in saved},
@@ -299,9 +300,10 @@ def _put_beside(module: nn.Module, kept: Mapping[str, Any]) -> None:
 def _exchange(
     world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]], *, loss: bool
 ) -> dict[int, dict[str, Any]]:
-    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it.
+    """The states of the layers that this rank has under the new plan; a layer is sent only to ranks that did not hold
+    it.
 
-    `loss`: the loss has parameters, and counts as the layer after the last.
+    `loss`: the loss has parameters, and counts as the layer after the last one.
     """
     before, after = _holders(old), _holders(new)
     for holders in (before, after):

@@ -87,7 +87,7 @@ log = logging.getLogger("octopipe.checkpoint")
 
 
 class NotFinite(OctoPipeError):
-    """Values that must not be saved."""
+    """Raised for values that must not be saved because they are not finite."""
 
 
 def save_checkpoint(
@@ -99,19 +99,23 @@ def save_checkpoint(
     about: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write `folder/step-...` (collective over the pipeline and its data-parallel twins; twins of the first write
-    nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them.
+    """Write `folder/step-...` (collective over the pipeline and its data-parallel replicas; only the first replica
+    writes).
 
-    After `load_checkpoint` of an earlier step than the folder's newest, later checkpoints there are those of an
-    abandoned branch: they are moved to `folder/branch-...` when the first one is saved."""
+    `keep`: how many of the newest checkpoints to keep; one older checkpoint that has been verified is kept as well.
+
+    After `load_checkpoint` of an earlier step than the folder's newest, the later checkpoints belong to an abandoned
+    branch: they are moved to `folder/branch-...` when the first new one is saved.
+    """
     return Saving(folder, pipe, optimizer, step=step, about=about, keep=keep).finish()
 
 
 class Saving:
-    """A checkpoint under way. With `background` the layers are copied to the host at once, so that training may go
-    on, and a thread writes them; `state` says how far it is and `finish` makes the checkpoint appear.
+    """A checkpoint that is being saved. With `background`, the layers are copied to the host at once, so that training
+    can continue, and a thread writes them; `state` says how far it is and `finish` makes the checkpoint visible.
 
-    Made and finished by all ranks alike; between the two no message is sent. One at a time: finish it before the next.
+    All ranks create and finish it together; no message is sent in between. Only one can exist at a time: finish it
+    before the next one is created.
     """
 
     WRITTEN, WRITING, FAILED = range(3)
@@ -160,18 +164,18 @@ class Saving:
         self._thread.start()
 
     def state(self) -> int:
-        """This rank's part: WRITTEN, WRITING or FAILED."""
+        """The state of this rank's part: WRITTEN, WRITING or FAILED."""
         if self._thread is not None and self._thread.is_alive():
             return self.WRITING
         return self.FAILED if self._problem else self.WRITTEN
 
     def wait(self) -> None:
-        """Until this rank has written its part or failed."""
+        """Wait until this rank has written its part or has failed."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> Path:
-        """Wait for all ranks' parts, then make the checkpoint appear, whole (collective)."""
+        """Wait for the parts of all ranks, then make the complete checkpoint visible (collective)."""
         self.wait()
         pipe, target = self._pipe, self._target
         _agree(pipe, self._problem)
@@ -197,7 +201,7 @@ class Saving:
         return target
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        """Give the checkpoint its name; what an abandoned branch has left of later steps makes room before."""
+        """Give the checkpoint its name, after moving away later checkpoints of an abandoned branch."""
         parent, step = self._pipe.resumed_from, int(record["step"])
         if parent is not None and parent[0].resolve() == self._home.resolve():
             step = min(step, parent[1])
@@ -210,7 +214,7 @@ class Saving:
         self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
 
     def _write_behind(self, contents: Iterable[dict[str, Any]]) -> None:
-        """In a thread, where nobody would hear an error."""
+        """Write in a thread, and record errors, which nobody would see there."""
         try:
             self._write(contents)
         except BaseException as error:
@@ -221,9 +225,9 @@ class Saving:
 def load_checkpoint(
     path: str | os.PathLike[str], pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load this rank's layers from a checkpoint of any plan; returns what was saved beside them.
+    """Load this rank's layers from a checkpoint of any plan; returns the values that were saved with them.
 
-    Nothing is loaded unless all of this rank's files are good.
+    Nothing is loaded unless all of this rank's files are valid.
     """
     home = Path(path)
     record = read_record(home)
@@ -320,7 +324,7 @@ def _state_of(
 def _contents(
     pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int, elsewhere: Mapping[nn.Parameter, Kept]
 ) -> Iterator[dict[str, Any]]:
-    """What this rank writes, a layer at a time, in copies on the host."""
+    """The values that this rank writes, one layer at a time, in copies on the host."""
     settings = {} if optimizer is None else settings_by_parameter(optimizer)
     settings.update((id(p), kept.settings) for p, kept in elsewhere.items())
     groups: dict[int, dict[str, Any]] = {}
@@ -374,7 +378,7 @@ def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
 
 
 def _not_loadable(pipe: Pipeline) -> str:
-    """What could be written and never be read again, in one line; it must not cost a run its state."""
+    """Values that could be written but never read again, in one line; they must not cost a run its state."""
     for k, module in pipe.modules().items():
         try:
             for name, value in module.state_dict().items():
@@ -394,7 +398,7 @@ def _attempt(act: Any, place: Path) -> str:
 
 
 def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeError) -> None:
-    """Go on together or fail together; twins of the first pipeline follow its ranks."""
+    """Continue together or fail together; the replicas of the first pipeline follow its ranks."""
     said = pipe.world.gather(problem)
     problem = next((text for text in said if text), "")
     if pipe.world.dp_group is not None:
@@ -407,7 +411,7 @@ def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeErr
 
 
 def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer's file, once it is what its checksum says; `record`: what `read_record` gives."""
+    """The contents of a layer's file, once its checksum has been verified; `record` is the result of `read_record`."""
     path = home / layer_file(k)
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:
@@ -430,7 +434,8 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_values(content: Mapping[str, Any], key: str) -> bool:
-    """Whether a part of a layer's file is what we write: values by name; of the optimizer, several for each name."""
+    """Whether a part of a layer's file has the form that we write: values by name, or for the optimizer several for
+    each name."""
     part = content.get(key)
     if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
         return False

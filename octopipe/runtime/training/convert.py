@@ -54,10 +54,10 @@ def to_huggingface(
     source: str | os.PathLike[str],
     dtype: str | None = None,
 ) -> int:
-    """Write the weights as `from_pretrained` reads them; returns the number of tensors.
+    """Write the weights so that `from_pretrained` can read them; returns the number of tensors.
 
-    `source`: the config.json or folder the run was trained from. A folder's tokenizer and generation files come along.
-    `dtype`: torch's name of one; default the checkpoint's own.
+    `source`: the config.json or folder that the run was trained from. The tokenizer and the generation files of a
+    folder are copied. `dtype`: torch's name of a dtype; by default the checkpoint's own.
     """
     _refuse_used(target)
     home = Path(checkpoint)
@@ -94,10 +94,10 @@ def to_dcp(
     *,
     source: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Write weights and optimizer state through torch.distributed.checkpoint; returns the number of tensors.
+    """Write weights and optimizer state with torch.distributed.checkpoint; returns the number of tensors.
 
-    Without a process group `torch.distributed.checkpoint.load(state_dict, checkpoint_id=target)` reads it, and with one
-    every rank takes what it asks for. `source` as in `to_huggingface`: names are then the family's.
+    Without a process group `torch.distributed.checkpoint.load(state_dict, checkpoint_id=target)` reads them, and with
+    one every rank reads what it asks for. `source` as in `to_huggingface`: the names are then those of the family.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -122,7 +122,7 @@ def to_dcp(
 
 
 def _parts(source: str | os.PathLike[str], record: dict[str, Any], home: Path) -> LayerList:
-    """The model of a config, on meta, if the checkpoint is one of it; with its predictions, if they were trained."""
+    """The model of a config, on `meta`, if the checkpoint belongs to it; with its predictions if they were trained."""
     short = int(record["num_layers"])
     parts = layers(source, pretrained=False)
     more = prediction_layers(parts.config)
@@ -157,7 +157,7 @@ def _moments(home: Path, record: dict[str, Any], parts: LayerList | None) -> Ite
 
 
 def _put(model: Any, values: dict[str, Tensor]) -> None:
-    """Our tensors in the places of a model on meta: nothing is held twice."""
+    """Replace the parameters of a model on `meta` by our tensors, so that nothing is held twice."""
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         first.setdefault(id(parameter), name)
@@ -175,7 +175,7 @@ def _put(model: Any, values: dict[str, Tensor]) -> None:
 
 
 def _check_room(home: Path, record: dict[str, Any]) -> None:
-    """Both formats are made of all layers at once: say beforehand where they do not fit in memory."""
+    """Check that all layers fit in memory together, as both formats need, and report it beforehand if they do not."""
     need, free = 0, free_memory_bytes()
     for k in range(int(record["num_layers"])):
         try:
@@ -192,7 +192,7 @@ def _check_room(home: Path, record: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write to; where that fails, one line says why and nothing half written stays."""
+    """A folder to write to; if that fails, the error is one line and no incomplete folder remains."""
     _refuse_used(target)
     out = Path(target)
     existed = out.exists()
@@ -215,7 +215,7 @@ def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _reason(error: BaseException) -> str:
-    """What lies behind an error: DCP wraps those of its writers, with their tracebacks."""
+    """The cause of an error: DCP wraps the errors of its writers together with their tracebacks."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         first = next(iter(failures.values()))
@@ -225,7 +225,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refuse_used(target: str | os.PathLike[str]) -> None:
-    """Said before anything is read, not after it."""
+    """Reject a target that already exists, before anything is read."""
     out = Path(target)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -235,7 +235,7 @@ def _refuse_used(target: str | os.PathLike[str]) -> None:
 
 
 def _companions(source: Path, out: Path) -> None:
-    """A tokenizer and what else lies beside a model's weights; never code."""
+    """The tokenizer and other files beside a model's weights; never code."""
     if not source.is_dir():
         return
     for path in sorted(source.iterdir()):

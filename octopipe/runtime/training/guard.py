@@ -23,11 +23,11 @@ PASSED_ON = {int(signal.SIGUSR1): int(signal.SIGINT)}
 
 
 class Diverged(OctoPipeError):
-    """Numbers that are not finite any more."""
+    """Raised when the loss or a gradient is no longer finite."""
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C noted instead of obeyed, so that the step ends and can be saved; a second one is obeyed."""
+    """Records SIGTERM and Ctrl-C, so that the step can end and be saved; a second signal takes effect at once."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -55,14 +55,14 @@ class StopRequest:
 
 
 class FiniteWatch:
-    """Looks at every step's loss and gradient norm; on a GPU one step late, when they are there already."""
+    """Checks the loss and the gradient norm of every step; on a GPU one step later, when the values have arrived."""
 
     def __init__(self, device: torch.device):
         self._late = device.type == "cuda"
         self._pending: tuple[int, Tensor, Any] | None = None
 
     def look(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Note a step's numbers; raises for a step whose numbers are known not to be finite."""
+        """Record the values of a step; raises an error if a step is known to have values that are not finite."""
         if not self._late:
             _judge(step, float(loss), float(norm))
             return
@@ -74,7 +74,7 @@ class FiniteWatch:
         self._pending = step, host, event
 
     def settle(self) -> None:
-        """Judge what is still pending."""
+        """Check the values that are still pending."""
         if self._pending is not None:
             step, host, event = self._pending
             self._pending = None

@@ -33,7 +33,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """Everything that decides a training run."""
+    """The complete configuration of a training run."""
 
     spec: ModelSpec | HfModel
     """Our own layers of these sizes, or a transformers model."""
@@ -209,7 +209,7 @@ class TrainJob:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
 
     def _other_layers(self, plan: Plan) -> str:
-        """What differs between the layers of the plan and those of the run, and what to do."""
+        """The difference between the layers of the plan and those of the run, and what to do about it."""
         words = f"the plan has {plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
         predicts = getattr(self.spec, "untrained_predictions", 0)
         if predicts and plan.num_layers == self.spec.num_layers + predicts:
@@ -225,12 +225,12 @@ class TrainJob:
 
     @property
     def inputs(self) -> InputForm | None:
-        """What a micro-batch consists of, where that is more than tokens."""
+        """The inputs of a micro-batch if they are more than tokens."""
         return None if isinstance(self.spec, ModelSpec) else self.spec.inputs
 
     @property
     def checkpointed(self) -> tuple[int, ...]:
-        """Layers that run again inside their backward, because the plan's prices say so."""
+        """Layers that run again inside their backward, because the plan was priced in this way."""
         return () if self.plan is None else checkpointed_by_prices(self.plan)
 
     def _check_training(self) -> None:
@@ -279,7 +279,7 @@ class TrainJob:
 
     @property
     def mode(self) -> Mode:
-        """How the run computes."""
+        """How the run computes: precision, and whether it uses CUDA graphs."""
         own = getattr(self.spec, "dtype", None)
         return Mode(precision=precision_of(self.precision, self.dtype, self.device, own), graphs=self.replays)
 
@@ -296,7 +296,7 @@ class TrainJob:
 
     @property
     def pp(self) -> int:
-        """Ranks of one pipeline."""
+        """The number of ranks of one pipeline."""
         return self.nproc // self.dp
 
     @property
@@ -314,7 +314,7 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What a run does beside its steps, for a live line."""
+    """What a run does besides its steps, for a progress line."""
 
     text: str
     notice: bool = False
@@ -323,7 +323,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One training step."""
+    """The report on one training step."""
 
     step: int
     """From 1 on."""
@@ -349,7 +349,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """An evaluation after a step."""
+    """The report on an evaluation after a step."""
 
     step: int
     loss: float
@@ -364,7 +364,7 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """A finished run."""
+    """The result of a finished run."""
 
     plan: Plan
     reports: tuple[StepReport, ...]
@@ -394,7 +394,7 @@ class TrainResult:
 
     @property
     def step_ms(self) -> float:
-        """Median of the steps after the first few."""
+        """The median of the steps after the first few."""
         return statistics.median(r.step_ms for r in self._steady) if self.reports else math.nan
 
     @property
@@ -407,5 +407,5 @@ class TrainResult:
 
     @property
     def predicted_ms(self) -> float | None:
-        """Of the pipeline, to compare with `pipeline_ms`."""
+        """The predicted pipeline time, to be compared with `pipeline_ms`."""
         return None if self.predicted is None else self.predicted.makespan_ms

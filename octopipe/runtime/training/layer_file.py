@@ -42,12 +42,12 @@ _GIB = 1 << 30
 
 
 class WrongFile(Exception):
-    """What is wrong with a file, to stand after its name."""
+    """What is wrong with a file, as words that follow its name."""
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], most_bytes: float = math.inf) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file and its size; whatever is none is refused without waiting for it."""
+    """A regular file and its size; anything else is rejected without waiting for it."""
     try:
         # Opened first and looked at afterwards, so that it is the same file; O_NONBLOCK: a pipe is no wait.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -67,8 +67,8 @@ def opened(path: str | os.PathLike[str], most_bytes: float = math.inf) -> Iterat
 
 
 def check_sum(path: str | os.PathLike[str], expected: Mapping[str, Any], most_bytes: float = math.inf) -> None:
-    """WrongFile unless this is the file that was written; without a checksum, unless it is a file. `most_bytes`: a file
-    that is larger is not read at all."""
+    """Raise WrongFile unless this is the file that was written; without a checksum, unless it is a regular file.
+    `most_bytes`: a larger file is not read at all."""
     with opened(path, most_bytes) as (file, size):
         if "sha256" not in expected:
             return
@@ -88,7 +88,8 @@ def check_sum(path: str | os.PathLike[str], expected: Mapping[str, Any], most_by
 
 
 def read_content(path: str | os.PathLike[str]) -> Any:
-    """What torch.save wrote there, read without unpickling objects; WrongFile where it is anything else."""
+    """The values that torch.save wrote to the file, read without unpickling objects; raises WrongFile for anything
+    else."""
     with opened(path, free_memory_bytes()) as (file, size):
         _check_archive(file, size)
         file.seek(0)
@@ -104,7 +105,8 @@ def read_content(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_archive(file: BinaryIO, size: int) -> None:
-    """Records as torch writes them, none of them packed, and an index that names no more than they hold."""
+    """Check that records are as torch writes them, that none of them is compressed, and that the index names no more
+    than they contain."""
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -131,7 +133,7 @@ def _check_archive(file: BinaryIO, size: int) -> None:
 
 
 class _Nothing(dict):  # type: ignore[type-arg]
-    """Stands for whatever a pickle names: it takes everything and does nothing."""
+    """Replaces every object that a pickle names: it accepts everything and does nothing."""
 
     def __new__(cls, *_: object, **__: object) -> _Nothing:
         return super().__new__(cls)
@@ -157,7 +159,7 @@ class _Nothing(dict):  # type: ignore[type-arg]
 
 
 class _Index(pickle.Unpickler):
-    """Reads a pickle without doing anything it says, and compares the storages it names with the records."""
+    """Reads a pickle without executing anything that it names, and compares the storages it names with the records."""
 
     def __init__(self, data: bytes, sizes: Mapping[str, int]) -> None:
         super().__init__(io.BytesIO(data))
@@ -181,7 +183,7 @@ class _Index(pickle.Unpickler):
 
 
 def _check_tensors(content: Any, size: int) -> None:
-    """Each tensor lies in its own storage, and all together are no larger than the file."""
+    """Check that each tensor lies within its own storage, and that all together are no larger than the file."""
     total, todo, seen = 0, [content], 0
     while todo:
         value = todo.pop()

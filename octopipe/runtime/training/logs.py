@@ -27,7 +27,7 @@ GIB = float(1 << 30)
 
 
 class Logs:
-    """All logs of a run that were asked for; every one of them is opened before the run starts."""
+    """All logs that a run was asked to write; every one of them is opened before the run starts."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Logs:
         return out
 
     def show(self, news: Any) -> None:
-        """A report as it comes; anything else is not logged."""
+        """Log a report when it arrives; other values are not logged."""
         if isinstance(news, StepReport):
             kind, values = "step", step_values(news)
         elif isinstance(news, EvalReport):
@@ -105,7 +105,7 @@ class Logs:
 
 
 def step_values(r: StepReport) -> dict[str, Any]:
-    """A report under the names it is logged by."""
+    """The values of a report under the names by which they are logged."""
     out = {
         "loss": r.loss,
         "lr": r.lr,
@@ -130,7 +130,7 @@ def _board(folder: str) -> Any:
     except (ModuleNotFoundError, ImportError):
         raise OctoPipeError(f"--tensorboard needs the tensorboard library: {INSTALL}") from None
     try:
-        return SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        return SummaryWriter(folder)
     except OSError as error:
         raise OctoPipeError(f"{shown(folder)}: cannot be written ({error.strerror}); name another folder") from None
 

@@ -29,21 +29,22 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 
 
 def state_bytes_per_parameter(job: TrainJob) -> float:
-    """Moments and master weight of one parameter, wherever they are."""
+    """The bytes of moments and master weight of one parameter, wherever they are."""
     shards = job.dp if job.shard_optimizer else 1
     bare = job.mode.bytes_per_parameter(state_factor=0)
     return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards) - bare
 
 
 def bytes_per_parameter(job: TrainJob) -> float:
-    """Weight, gradient and the optimizer state that is beside them, as the run's precision keeps them."""
+    """The bytes of weight, gradient and optimizer state that the run's precision keeps for a parameter on its
+    device."""
     here = (1.0 - job.offload_optimizer) * state_bytes_per_parameter(job)
     return job.mode.bytes_per_parameter(state_factor=0) + here
 
 
 def host_bytes_per_parameter(job: TrainJob) -> float:
-    """What a run with optimizer state in host memory keeps there: the state, the tensor that is updated, and the buffer
-    through which gradients come."""
+    """The bytes that a run with optimizer state in host memory keeps there for a parameter: the state, the tensor that
+    is updated, and the buffer in which gradients arrive."""
     width = 8.0 if job.mode.precision == "fp64" else 4.0
     copies = width if has_main_gradients(job.mode.precision) else 2 * width  # there, the state includes the master
     shards = job.dp if job.shard_optimizer else 1
@@ -51,7 +52,7 @@ def host_bytes_per_parameter(job: TrainJob) -> float:
 
 
 def host_bytes(job: TrainJob, plan: Plan) -> list[float]:
-    """What the optimizer state of every rank of one pipeline takes of its host's memory."""
+    """The bytes that the optimizer state of every rank of one pipeline takes in its host's memory."""
     counts = layer_parameters(job.spec)
     out = []
     for rank in range(plan.num_ranks):
@@ -61,7 +62,7 @@ def host_bytes(job: TrainJob, plan: Plan) -> list[float]:
 
 
 def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -> list[float]:
-    """What every rank of one pipeline holds at its fullest, on its device; on a CPU, all of it."""
+    """The peak memory of every rank of one pipeline on its device; on a CPU, all of its memory."""
     if profile is None:
         static = [n * bytes_per_parameter(job) for n in layer_parameters(job.spec)]
         held = layer_activations(
@@ -91,7 +92,7 @@ def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -
 
 
 def stand_in_plan(job: TrainJob) -> Plan:
-    """The plan a run is checked with before it has one: given, or its system's for equal layers."""
+    """The plan with which a run is checked before it has one: the given plan, or its system's plan for equal layers."""
     if job.plan is not None:
         return job.plan
     costs = equal_costs(job.spec)
@@ -102,7 +103,7 @@ def stand_in_plan(job: TrainJob) -> Plan:
 
 
 def check_host(job: TrainJob) -> None:
-    """Before any rank starts: the memory of this host, for ranks on its CPUs."""
+    """Check the memory of this host before any rank starts, for ranks on its CPUs."""
     if not job.memory_check or job.device != "cpu":
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
@@ -114,10 +115,10 @@ def check_host(job: TrainJob) -> None:
 
 
 def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequence[Mapping[str, Any]]) -> str:
-    """With the plan that runs: one line about the first place that is too small, or "".
+    """With the plan that runs: one line about the first device or host whose memory is too small, or "".
 
-    `seats`: of every rank of the run its `pp_rank`, the `place` whose memory it uses, and what is `free` there; and its
-    `host` and what is `host_free`, for optimizer state that is kept there.
+    `seats`: for every rank of the run its `pp_rank`, the `place` whose memory it uses, and how much is `free` there;
+    and its `host` and how much is `host_free`, for optimizer state that is kept there.
     """
     if not job.memory_check:
         return ""
@@ -132,7 +133,7 @@ def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequ
 
 
 def _host_line(job: TrainJob, plan: Plan, seats: Sequence[Mapping[str, Any]]) -> str:
-    """The first host that cannot keep the optimizer state of the GPUs of its ranks, or ""."""
+    """One line about the first host that cannot hold the optimizer state of its ranks' GPUs, or ""."""
     each = host_bytes(job, plan)
     for host, free in {seat["host"]: seat["host_free"] for seat in seats}.items():
         needed = sum(each[seat["pp_rank"]] for seat in seats if seat["host"] == host)

@@ -25,7 +25,7 @@ from octopipe.runtime.training.run_parts import memory_bytes
 
 
 class Progress:
-    """What every report of a run needs to know about it."""
+    """The properties of a run that every report needs."""
 
     def __init__(self, job: TrainJob, *, one_clock: bool):
         """`one_clock`: all ranks of the pipeline are on one host."""
@@ -33,7 +33,7 @@ class Progress:
         self._flops, self._peak = step_flops(job), peak_flops(job)
 
     def report(self, rows: list[list[float]], *, step_ms: float, **known: Any) -> StepReport:
-        """`rows`: what `exchange` gave; `known`: the report's other fields."""
+        """A report on a step. `rows`: the result of `exchange`; `known`: the other fields of the report."""
         span_s, bubble = span_and_bubble(rows, one_clock=self._one_clock)
         return StepReport(
             step_ms=step_ms,
@@ -47,7 +47,7 @@ class Progress:
 
 
 def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
-    """Per rank of the pipeline: first start, last end, time at work (s), memory (bytes). Collective."""
+    """For every rank of the pipeline: first start, last end, time at work (s), memory (bytes). Collective."""
     started, ended = pipe.recorder.times()
     busy = sum(ended) - sum(started)
     row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, memory_bytes(pipe.device)]
@@ -61,7 +61,7 @@ def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
 
 
 def span_and_bubble(rows: list[list[float]], *, one_clock: bool) -> tuple[float, float]:
-    """Seconds from the first op to the last, and the part of the ranks' time in it that was idle."""
+    """Seconds from the first op to the last one, and the share of the ranks' time in between that was idle."""
     active = [row for row in rows if math.isfinite(row[0])]
     if one_clock:
         span_s = max(row[1] for row in active) - min(row[0] for row in active)
@@ -71,9 +71,10 @@ def span_and_bubble(rows: list[list[float]], *, one_clock: bool) -> tuple[float,
 
 
 def step_flops(job: TrainJob) -> float:
-    """The model's own FLOPs of one step: three times the forward's, nothing that is computed again.
+    """The model's own FLOPs in one step: three times those of the forward, without recomputation.
 
-    By the planner's layers where it knows the model layer by layer, else 6 FLOPs per parameter and token.
+    They are computed from the planner's layers if it knows the model layer by layer, otherwise as 6 FLOPs per parameter
+    and token.
     """
     spec = job.spec
     known = spec if isinstance(spec, ModelSpec) else None if spec.shortened else planned_spec(spec)
@@ -88,7 +89,8 @@ def _flops(spec: ModelSpec | None, parameters: int, seq: int) -> float:
 
 
 def peak_flops(job: TrainJob) -> float | None:
-    """Of all GPUs of the run together, in the precision its layers compute in; None where it is not known."""
+    """The peak FLOP/s of all GPUs of the run together, in the precision in which its layers compute; None if it is not
+    known."""
     if job.device != "cuda" or not job.mode.precision.startswith(("bf16", "autocast")) or not torch.cuda.is_available():
         return None
     each = known_peak(torch.cuda.get_device_name())
@@ -100,7 +102,7 @@ def _hosts(job: TrainJob) -> int:
 
 
 def known_peak(name: str) -> float | None:
-    """FLOP/s in bf16 of a GPU by the driver's name of it.
+    """The bf16 FLOP/s of a GPU by the name that the driver gives it.
 
     >>> known_peak("NVIDIA H100 80GB HBM3") == 989e12, known_peak("Tesla T4")
     (True, None)

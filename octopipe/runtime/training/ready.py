@@ -23,7 +23,8 @@ from octopipe.runtime.training.memory_check import check_host
 
 
 def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
-    """The job with what its data and model allow decided; raises for whatever would stop the run later."""
+    """The job with everything decided that its data and model determine; raises an error for whatever would stop the
+    run later."""
     if os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here; the first one is heard
         tell = unheard
     check_host(job)
@@ -65,7 +66,7 @@ def _described(samples: Windows, trained: bool) -> list[str]:
 
 
 def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) -> bool:
-    """Whether documents of one sample will not see each other."""
+    """Whether documents of one sample are masked from each other."""
     asked = job.reading.apart
     known = [corpus for corpus in corpora if corpus.starts is not None]
     if asked is False:

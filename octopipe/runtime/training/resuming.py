@@ -21,7 +21,8 @@ SAME = ("kind", "fingerprint", "seq", "samples", "documents_apart", "words")
 
 
 def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Raise where the run would be another one; returns how many samples had been seen when its data began."""
+    """Raise an error if the run would not continue the checkpoint's; returns how many samples had been seen when its
+    data began."""
     model, seed = record.get("model"), record.get("seed", job.seed)
     if model != identity(job.spec):
         raise OctoPipeError(
@@ -50,10 +51,10 @@ def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: 
 
 
 def other_precision(job: TrainJob, record: Mapping[str, Any], path: Path) -> list[str]:
-    """What is worth a word where a checkpoint is of another precision; raises where it cannot be gone on from.
+    """A note if a checkpoint has another precision; raises an error if training cannot continue from it.
 
-    Where the optimizer updates float32 weights, those are what a checkpoint holds: a run may go on from them in any
-    such precision. Others go on as they were.
+    If the optimizer updates float32 weights, a checkpoint contains those, so a run may continue from them in any such
+    precision. Other runs must keep their precision.
     """
     now = job.mode.precision
     saved = str(record.get("precision", now))
@@ -71,7 +72,8 @@ def described(data: Mapping[str, Any]) -> str:
 
 
 def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
-    """What differs between the schedule of a checkpoint and the one a run goes on with; "" where nothing does."""
+    """The differences between the learning-rate schedules of a checkpoint and of the run that continues it; "" if there
+    are none."""
     if not isinstance(before, Mapping):
         return ""
     changed = [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]
@@ -79,7 +81,7 @@ def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
 
 
 def way_on(job: TrainJob) -> str:
-    """What a run that failed can be resumed from."""
+    """The checkpoint from which a failed run can be resumed, in words."""
     if job.checkpoint is None:
         return ""
     try:

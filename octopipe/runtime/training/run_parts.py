@@ -52,11 +52,11 @@ class Everyone:
         self._seat, self._group = seat, group
 
     def first(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """The value of the first rank, on every rank."""
         return value if self._group is None else broadcast_value(self._group, value, 0)
 
     def first_or_fail(self, make: Callable[[], Any]) -> Any:
-        """What the first rank makes, on every rank; its error, too."""
+        """The result of a function on the first rank, or its error, on every rank."""
         made: tuple[Any, str] = None, ""
         if self._seat.rank == 0:
             try:
@@ -69,7 +69,7 @@ class Everyone:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """The values of all ranks, on every rank."""
         return [value] if self._group is None else gather_values(self._group, value)
 
     def most(self, number: int, timeout_s: float) -> int:
@@ -99,7 +99,7 @@ def worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, Everyone]:
 def check_memory(
     job: TrainJob, plan: Plan, profile: Profile | None, device: torch.device, seat: launch.Seat, everyone: Everyone
 ) -> None:
-    """Before the model is built: every rank's share against what its GPU or host has free (collective)."""
+    """Before the model is built, compare every rank's share with the free memory of its GPU or host (collective)."""
     if not job.memory_check:
         return
     host = socket.gethostname()
@@ -116,15 +116,15 @@ def check_memory(
 
 
 def length_factor(job: TrainJob) -> Any:
-    """Times of the first pipeline's micro-batches over that of one sequence of `seq` tokens, taken as their padded
-    tokens."""
+    """The times of the first pipeline's micro-batches relative to that of one sequence of `seq` tokens, in proportion
+    to their padded tokens."""
     batch = Batch(groups=job.groups[0])
     return np.array([batch.tokens_of(group) / job.seq for group in batch.groups])
 
 
 def item_factor(job: TrainJob) -> Any:
-    """[micro-batch, layer]: times of an encoder's layers over those with as many images as were measured; None where
-    every micro-batch has as many."""
+    """[micro-batch, layer]: the times of an encoder's layers relative to those with as many images as were measured;
+    None if every micro-batch has that many."""
     form = job.inputs
     if form is None or form.decodes or not form.num_tower_layers:
         return None
@@ -158,8 +158,8 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
 
 
 def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase], None]) -> Plan:
-    """The tuned plan, or the published system where that is predicted to be faster with contention, which the search
-    does not see: its times are those with all ranks at work."""
+    """The tuned plan, or the published system if that is predicted to be faster with contention. The search does not
+    see contention, because its times are those with all ranks at work."""
     try:
         usual = build_plan(job.system, profile.costs, job.pp, job.num_micro_batches)
     except OctoPipeError:
@@ -172,7 +172,7 @@ def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase]
 
 
 def workload_of(job: TrainJob) -> Workload:
-    """The job's layers and micro-batches, as they are measured and run."""
+    """The job's layers and micro-batches, as they are measured and trained."""
     return Workload(
         spec=job.spec,
         tokens=job.seq,
@@ -191,8 +191,8 @@ def workload_of(job: TrainJob) -> Workload:
 def measured_plan(
     job: TrainJob, work: Workload, world: World, profile: Profile | None, tell: Callable[[Phase], None]
 ) -> tuple[TrainJob, Profile | None]:
-    """Where plans are to be run while tuning: the job with the plan that was measured fastest, and the profile as the
-    runs corrected it (collective). Otherwise both as they are."""
+    """If plans are to be run while tuning: the job with the plan that was measured as fastest, and the profile as
+    corrected by the runs (collective). Otherwise both unchanged."""
     if not job.tune_measured or profile is None or job.tune_s is None:
         return job, profile
     wanted = MeasuredTuneJob(
@@ -210,7 +210,7 @@ def measured_plan(
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Of the job's kind; of float32 master weights where its precision has them."""
+    """The optimizer that the job names, with float32 master weights if its precision has them."""
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
     trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
     flags = {name: decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()}
@@ -226,7 +226,7 @@ def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
 def _plain_optimizer(
     job: TrainJob, parameters: list[torch.nn.Parameter], decay: Sequence[bool]
 ) -> torch.optim.Optimizer:
-    """`decay`: which of the parameters decay, in their order."""
+    """The optimizer itself. `decay`: which of the parameters have weight decay, in the order of the parameters."""
     listed = [
         {"params": [p for p, flag in zip(parameters, decay) if flag], "weight_decay": job.weight_decay},
         {"params": [p for p, flag in zip(parameters, decay) if not flag], "weight_decay": 0.0},
@@ -238,9 +238,10 @@ def _plain_optimizer(
 
 
 def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = None) -> bool:
-    """Whether weight decay applies: to what has two dimensions or more, unless it is a bias or belongs to a norm.
+    """Whether weight decay applies to a parameter: it has at least two dimensions, and is neither a bias nor part of a
+    norm.
 
-    So matrices, embeddings, convolutions and experts decay; norms, biases (of all experts in one tensor, too) and
+    Matrices, embeddings, convolutions and experts decay; norms, biases (also those of all experts in one tensor) and
     vectors such as Mamba's A_log, D and dt_bias do not.
     """
     norm = owner is not None and "norm" in type(owner).__name__.lower()
@@ -254,7 +255,8 @@ def identity(spec: ModelSpec | HfModel) -> str:
 
 @contextlib.contextmanager
 def folder(job: TrainJob) -> Iterator[None]:
-    """The folder of the checkpoints, held for this run; says before anything starts what would go wrong with it."""
+    """The folder of the checkpoints, locked for this run; anything that would go wrong with it is reported before the
+    run starts."""
     if job.checkpoint is None or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -283,7 +285,7 @@ def backend(job: TrainJob) -> str:
 
 @contextlib.contextmanager
 def shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
-    """MPS where several ranks share a GPU, so that they compute at the same time."""
+    """MPS if several ranks share a GPU, so that they compute at the same time."""
     gpus = 0 if job.device == "cpu" else torch.cuda.device_count()
     if job.device != "cpu" and gpus == 0:
         raise OctoPipeError("no CUDA device here; use --device cpu")

@@ -38,9 +38,9 @@ def layer_state(
     optimizer: torch.optim.Optimizer | None = None,
     elsewhere: Mapping[nn.Parameter, Kept] | None = None,
 ) -> dict[str, Any]:
-    """A layer's state dict in copies on the host; raises where a part of it could not be loaded again.
+    """A layer's state dict in copies on the host; raises an error if a part of it could not be loaded again.
 
-    Where the optimizer keeps master weights, they stand in the place of what they were rounded to; `elsewhere`: those
+    If the optimizer keeps master weights, they replace the parameters that were rounded from them; `elsewhere`: those
     that other replicas keep (`of_other_replicas`).
     """
     state = dict(module.state_dict())
@@ -54,7 +54,7 @@ def layer_state(
 
 
 def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict as `layer_state` was given it."""
+    """A state dict in the form in which `layer_state` received it."""
     return {name: _restored(value) for name, value in state.items()}
 
 
@@ -65,7 +65,7 @@ def _saveable(value: Any, name: str) -> Any:
 
 
 def check_saveable(value: Any, name: str) -> None:
-    """Raises for a part of a state dict that could not be loaded again."""
+    """Raise an error for a part of a state dict that could not be loaded again."""
     if not _is_plain(value):
         _encoded(value, name)
 
@@ -97,12 +97,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(value: Any) -> Any:
-    """Copies on the host whose storage is their own size: a view would drag its whole base into the file."""
+    """Copies on the host whose storage has their own size: a view would write the whole storage of its base into the
+    file."""
     return _mapped(value, lambda _, t: t.detach().cpu().clone())
 
 
 def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], key: str = "") -> Any:
-    """The value with its tensors changed; `change` is told the nearest key."""
+    """The value with its tensors changed; `change` also receives the nearest key."""
     if isinstance(value, Tensor):
         return change(key, value)
     if isinstance(value, Mapping):
@@ -117,7 +118,7 @@ def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], key: str = "") 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What an optimizer keeps of one parameter, in copies on the host."""
+    """The state that an optimizer keeps for one parameter, in copies on the host."""
 
     state: dict[str, Any]
     settings: dict[str, Any]
@@ -125,7 +126,7 @@ class Kept:
 
 
 def of_other_replicas(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, Kept]:
-    """On the first replica, where state is sharded: what the others keep (collective over replicas)."""
+    """On the first replica, if state is sharded: the state that the other replicas keep (collective over replicas)."""
     if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.owners is None:
         return {}
     settings = settings_by_parameter(optimizer)
@@ -146,8 +147,8 @@ def of_other_replicas(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parame
 
 
 def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """By id of a parameter: the settings of its group, as far as they are plain values. What is not (a function, say)
-    comes from the code that makes the optimizer."""
+    """For every parameter, by id, the settings of its group that are plain values. Other settings (a function, for
+    example) come from the code that creates the optimizer."""
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         warnings.warn(
@@ -165,14 +166,15 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
 
 
 def _own_id(optimizer: torch.optim.Optimizer, updated: Tensor) -> int:
-    """The id of the model's parameter behind what an optimizer updates, which may be its master."""
+    """The id of the model's parameter for a tensor that an optimizer updates, which may be its master weight."""
     return id(optimizer.parameter_of(updated) if isinstance(optimizer, MixedPrecisionOptimizer) else updated)
 
 
 def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> None:
-    """Give every group the settings of its parameters (name, parameter, settings); nothing is known of those with none.
+    """Give every group the settings of its parameters (name, parameter, settings); a parameter without settings is
+    ignored.
 
-    Nothing changes unless all groups can be served.
+    Nothing changes unless all groups can be set.
     """
     known = {id(p): (name, settings) for name, p, settings in kept if settings}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
@@ -198,7 +200,7 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Give a parameter the state it had; where it had none, it has none. Another replica's share is left out."""
+    """Restore the state of a parameter, or remove it if there was none. The share of another replica is left out."""
     place = parameter.device
     if isinstance(optimizer, MixedPrecisionOptimizer):
         if not optimizer.owns(parameter):  # type: ignore[arg-type]
@@ -217,7 +219,7 @@ def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping
 
 
 def _counts_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether the kernels that update a parameter read its step count from where the parameter is."""
+    """Whether the kernels that update a parameter read its step count on the parameter's device."""
     flags = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
     if len(set(flags)) < 2:
         return any(flags)

@@ -76,7 +76,7 @@ class Schedule:
         return max(1, round(DECAY_SHARE * self.steps)) if self.decay is None else self.decay
 
     def at(self, step: int) -> float:
-        """Of a step, counted from 1."""
+        """The learning rate of a step, counted from 1."""
         if step <= self.warmup:
             return self.rate * step / self.warmup
         if self.kind == "constant":
@@ -87,7 +87,7 @@ class Schedule:
         return self.least + (self.rate - self.least) * left
 
     def about(self) -> dict[str, Any]:
-        """For a checkpoint: a resumed run says where it differs."""
+        """The schedule as a checkpoint stores it, so that a resumed run can report differences."""
         out: dict[str, Any] = {"schedule": self.kind, "lr": self.rate, "min_lr": self.least, "warmup": self.warmup}
         if self.kind != "constant":
             out["schedule_steps"] = self.steps

@@ -18,8 +18,8 @@ from octopipe.runtime.wire.telling import told
 
 
 def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """What a rank writes into a checkpoint, with the layers that are cut made whole (collective over the pipeline where
-    any layer is). `contents` has this rank's part of every such layer."""
+    """The values that a rank writes into a checkpoint, with split layers made whole (collective over the pipeline if
+    any layer is split). `contents` has this rank's part of every such layer."""
     cut = pipe.plan.shards()
     if not cut:
         return contents
@@ -54,7 +54,8 @@ def _made_whole(
 
 
 def _parts(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every tensor of which a rank has a part, in one order for all: what holds it, under which key, and itself."""
+    """Every tensor of which a rank has a part, in the same order on all ranks: its container, its key there, and the
+    tensor."""
     for name in sorted(sizes):
         state = content["state"]
         yield state, name, state[name]
@@ -72,7 +73,8 @@ def _parameter(holder: Mapping[str, Any], key: str, content: Mapping[str, Any]) 
 
 
 def part_of(pipe: Pipeline, name: str, value: Any) -> Any:
-    """Of a whole value that belongs to the parameter `layer.name`, what this rank holds; others as they are."""
+    """The part that this rank holds of a whole value which belongs to the parameter `layer.name`; other values as they
+    are."""
     layer, _, path = name.partition(".")
     module = pipe.modules().get(int(layer))
     rows = getattr(module, "cut_parameters", {}).get(path)

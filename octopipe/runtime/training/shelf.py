@@ -52,14 +52,14 @@ log = logging.getLogger("octopipe.checkpoint")
 
 
 class DamagedCheckpoint(OctoPipeError):
-    """A checkpoint whose files are not what was written; an older one may be good."""
+    """A checkpoint whose files are not those that were written; an older one may be valid."""
 
 
 # -- one checkpoint --------------------------------------------------------------------------------------
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What stands in a checkpoint's run.json."""
+    """The contents of a checkpoint's run.json."""
     record: dict[str, Any] = read_json_object(Path(path) / RUN)
     if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
         raise DamagedCheckpoint(
@@ -105,9 +105,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = None, *, to_load: bool = False) -> str:
-    """What is wrong with a checkpoint's files, in one line; empty where nothing is. `layers`: only these.
+    """What is wrong with a checkpoint's files, in one line; empty if nothing is. `layers`: check only the files of
+    these layers.
 
-    `to_load`: the files are to be loaded, so one that does not fit in memory is wrong as well, and not looked into.
+    `to_load`: the files are about to be loaded, so one that does not fit in memory is wrong as well, and is not read.
     """
     try:
         record = read_record(path)
@@ -123,7 +124,7 @@ def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder survive a power cut."""
+    """Make sure that files which were created, renamed or removed in a folder remain so after a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -132,7 +133,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def layer_file(layer: int) -> str:
-    """Its name in a checkpoint."""
+    """The name of a layer's file in a checkpoint."""
     return f"layer-{layer:04d}.pt"
 
 
@@ -145,8 +146,8 @@ def _name(value: object) -> bool:
 
 
 def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]], most_bytes: float = math.inf) -> str:
-    """What is wrong with the files of these layers of a checkpoint; without a checksum only whether they are there.
-    `most_bytes`: files that are larger are not looked into."""
+    """What is wrong with the files of these layers of a checkpoint; without a checksum, only whether they exist.
+    `most_bytes`: larger files are not read."""
     for k, expected in layers.items():
         path = folder / layer_file(k)
         try:
@@ -161,7 +162,8 @@ def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]], most_byte
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Hold a folder for one run; makes it, and writes to it once, or says why not."""
+    """Lock a folder for one run; creates it and tests that it can be written to, or raises an error that says why
+    not."""
     home = Path(folder)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -196,9 +198,10 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: str | os.PathLike[str]) -> None:
-    """What a run that was killed while it wrote or removed a checkpoint has left; the folder's holder alone may.
+    """Remove what a run left that was killed while it wrote or removed a checkpoint; only the holder of the lock may do
+    so.
 
-    A checkpoint that was set aside for its successor, which never came, gets its name back.
+    A checkpoint that was set aside for its successor, which was never completed, gets its name back.
     """
     home = Path(folder)
     for path in sorted(home.iterdir()):
@@ -223,7 +226,7 @@ def _holder(handle: int) -> str:
 
 
 def rotate(folder: str | os.PathLike[str], keep: int) -> None:
-    """Leave the newest `keep` checkpoints and one verified older one."""
+    """Keep the newest `keep` checkpoints and one older checkpoint that has been verified."""
     home = Path(folder)
     found = checkpoints(home)
     newest, rest = found[-max(1, keep) :], found[: -max(1, keep)]
@@ -247,9 +250,9 @@ def rotate(folder: str | os.PathLike[str], keep: int) -> None:
 
 
 def set_aside(folder: str | os.PathLike[str], after: int) -> Path | None:
-    """Move the checkpoints of later steps into a folder of their own, which is returned; None where there are none.
+    """Move the checkpoints of later steps into a folder of their own, which is returned; None if there are none.
 
-    The newest goes first: whenever this is cut short, what is left is a run up to some step.
+    The newest is moved first: if this is interrupted at any point, what remains is a run up to some step.
     """
     home = Path(folder)
     later = [path for path in checkpoints(home) if _step(path) > after]
@@ -284,7 +287,8 @@ def _name_older(home: Path, path: Path) -> None:
 
 
 def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
-    """A checkpoint named by its own folder, or by the folder of its run: that of a step, or the newest good one."""
+    """A checkpoint that is named by its own folder or by the folder of its run: the one of a step, or the newest valid
+    one."""
     if (Path(path) / RUN).is_file():
         if step is not None:
             raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
@@ -301,7 +305,8 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
 
 
 def refuse_dcp(folder: str | os.PathLike[str]) -> None:
-    """torch.distributed.checkpoint keeps its index as a pickle, which may run code as it is read."""
+    """Reject a checkpoint of torch.distributed.checkpoint: its index is a pickle, which may execute code when it is
+    read."""
     home = Path(folder)
     with contextlib.suppress(OSError):
         if (home / ".metadata").is_file() or next(home.glob("*.distcp"), None) is not None:
@@ -312,7 +317,8 @@ def refuse_dcp(folder: str | os.PathLike[str]) -> None:
 
 
 def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
-    """The checkpoint to go on from: that of a step, or the newest good one; and what is wrong with newer ones."""
+    """The checkpoint from which to continue: the one of a step, or the newest valid one; and what is wrong with newer
+    ones."""
     found = checkpoints(folder)
     if not found:
         refuse_dcp(folder)

@@ -27,8 +27,8 @@ from octopipe.runtime.training.job import TrainJob
 def step_batches(
     job: TrainJob, source: Source, first: int, replica: int, numbers: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[list[Any], list[Any]]:
-    """Inputs and targets of one pipeline's micro-batches; the step's samples begin with `first`. `numbers`: where
-    sequences of different length stand, [pipeline][micro-batch][place]."""
+    """Inputs and targets of one pipeline's micro-batches; the samples of the step begin with `first`. `numbers`: the
+    numbers of the step's sequences of different length, [pipeline][micro-batch][position]."""
     count, size = job.num_micro_batches, job.micro_batch_size
     if job.lengths:
         inputs, targets = length_micro_batches(source, first, numbers[replica], job.lengths, job.dp)
@@ -50,7 +50,7 @@ def step_batches(
 def sample_batches(
     job: TrainJob, source: Samples, begin: int, items: float, stop: int | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Micro-batches of samples from a folder; of those from number `stop` on nothing counts."""
+    """Micro-batches of samples from a folder; those from number `stop` on do not count."""
     size, dtype = job.micro_batch_size, PARAMETER_DTYPES[job.mode.precision]
     inputs, targets = [], []
     for m in range(job.num_micro_batches):

@@ -77,7 +77,8 @@ LOADING_S = 30.0
 
 
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
-    """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
+    """Run a job in processes of its own, or as one rank of torchrun (then the result is None on all ranks except the
+    first)."""
     with folder(job):
         job = made_ready(job, listen or launch.unheard)
         try:
@@ -92,9 +93,10 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
-    """Several runs in the same processes, a step of each in turn: whatever else the machine does, it does to all.
+    """Several runs in the same processes, taking one step each in turn, so that disturbances by other programs affect
+    all of them.
 
-    Jobs share ranks and device, and the first one's measurements. Meant for comparing plans.
+    The jobs share ranks, device and the first one's measurements. This is meant for comparing plans.
     """
     result: list[TrainResult] | None = _start(train_ranks_in_turns, jobs[0], list(jobs), listen)
     return result
@@ -121,12 +123,12 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
 
 
 def _patience_s(job: TrainJob) -> float:
-    """For waits that name no time of their own: while one rank tunes, the others wait for it."""
+    """The timeout of waits that have none of their own: while one rank tunes, the others wait for it."""
     return job.timeout_s + 2.0 * (job.tune_s or 0.0)
 
 
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
-    """One rank's whole run; the first rank of all has the result."""
+    """The whole run of one rank; the first rank of all returns the result."""
     with StopRequest() as stop, contextlib.closing(_prepare(seat, job, *worlds(seat, job))) as run:
         for _ in run.steps(stop):
             pass
@@ -149,7 +151,7 @@ def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[Tr
 
 
 def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone) -> _Run:
-    """Measure, find the plan, build this rank's layers, load what was saved."""
+    """Measure, find the plan, build this rank's layers, and load what was saved."""
     work = workload_of(job)
     device = work.place(seat.local_rank)
     profile = None if job.profile is None else job.profile.checkpointing(work.checkpointed)
@@ -193,7 +195,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
 
 
 class _Run:
-    """The loop of one rank."""
+    """The training loop of one rank."""
 
     def __init__(
         self,
@@ -245,7 +247,7 @@ class _Run:
         self.pipe.close()
 
     def result(self) -> TrainResult | None:
-        """On the first rank; the others help with its timeline."""
+        """The result, on the first rank; the other ranks take part in gathering its timeline."""
         job, plan, profile = self.job, self.pipe.plan, self.profile
         measured = self.pipe.timeline() if job.timeline and self.reports else None
         if self.seat.rank:
@@ -266,14 +268,14 @@ class _Run:
         )
 
     def _has_begun(self) -> bool:
-        """Whether an elastic run finds its own checkpoints, as its first rank sees it."""
+        """Whether an elastic run finds checkpoints of its own, as seen by its first rank."""
         job = self.job
         if not job.elastic or job.checkpoint is None:
             return False
         return bool(self._everyone.first(latest(job.checkpoint) is not None if self.seat.rank == 0 else None))
 
     def resume(self) -> int:
-        """Load the newest valid checkpoint, or the one asked for; the step to go on with."""
+        """Load the newest valid checkpoint, or the one asked for; returns the step to continue with."""
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
@@ -297,12 +299,12 @@ class _Run:
         return path
 
     def _notice(self, text: str) -> None:
-        """What a user must hear wherever the output goes."""
+        """Report something that users must see wherever the output goes."""
         self.notices.append(text)
         self.seat.tell(Phase(text=text, notice=True))
 
     def steps(self, stop: StopRequest | None = None) -> Iterator[None]:
-        """Train; comes back after every step. A signal that was noted ends the run after the step, saved."""
+        """Train; yields after every step. After a signal, the run ends with the current step, which is saved."""
         job = self.job
         took_s, counted = 0.0, 0
         for step in range(self.first, job.steps + 1):
@@ -365,13 +367,14 @@ class _Run:
         )
 
     def _position(self) -> dict[str, int]:
-        """Where the run is in its data: passes that are over, samples of the present one, and where it all began."""
+        """The position of the run in its data: completed passes, samples of the present pass, and where the data
+        began."""
         number = self.seen - self._data_begins
         laps, at = divmod(number, self._source.windows) if isinstance(self._source, Windows) else (0, number)
         return {"epoch": laps, "position": at, "begins": self._data_begins}
 
     def _finish_saving(self, *, at_once: bool) -> None:
-        """Make a checkpoint appear once all ranks have written it; say what went wrong with it."""
+        """Make a checkpoint visible once all ranks have written it; report what went wrong with it."""
         saving = self._saving
         if saving is None:
             return
@@ -387,7 +390,7 @@ class _Run:
             )
 
     def _adapt(self, step: int) -> None:
-        """Correct the costs by the step just made; switch plans where that pays."""
+        """Correct the costs by the latest step; switch plans if that is worthwhile."""
         adapter = self._adapter
         if adapter is None:
             return

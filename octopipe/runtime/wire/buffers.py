@@ -28,9 +28,9 @@ _ALONE = 2
 
 
 class Lent:
-    """A tensor whose memory is lent out again and again; `is_free` once all that share it are dropped.
+    """A tensor whose memory is used again and again; `is_free` once all tensors that share the memory are dropped.
 
-    Whoever borrows makes a tensor of his own of it (`detach`): holders are counted by memory, not by tensor.
+    A borrower creates a tensor of its own on the memory (`detach`): users are counted by memory, not by tensor.
     """
 
     __slots__ = ("_alone", "_handle", "_storage", "tensor")
@@ -52,7 +52,7 @@ class _Buffer(NamedTuple):
 
 
 class BufferPool:
-    """Memory for received tensors on the host. On CUDA the caching allocator does this; use it there."""
+    """Memory for tensors received on the host. On CUDA, the caching allocator serves this purpose."""
 
     def __init__(self, device: torch.device, *, small_bytes: int = SMALL_BYTES):
         self.device = device
@@ -82,14 +82,14 @@ class BufferPool:
         return sum(b.tensor.nbytes for buffers in self._buffers.values() for b in buffers)
 
     def end_step(self) -> None:
-        """Let go of sizes that the step did not use: shapes changed."""
+        """Release buffers of sizes that the step did not use, because shapes have changed."""
         for key in [k for k in self._buffers if k not in self._used]:
             del self._buffers[key]
         self._used.clear()
 
 
 def storage_bytes(tensors: Sequence[Tensor], skip: dict[int, int]) -> int:
-    """Bytes of the tensors' memory, shared memory counted once and none of what is in `skip`."""
+    """The bytes of the tensors' memory; shared memory counts once, and memory in `skip` does not count."""
     seen = dict(skip)
     total = 0
     for tensor in tensors:

@@ -18,7 +18,7 @@ NOT_READY = 600
 
 
 class Driver:
-    """Those that queue something take a raw stream handle."""
+    """Calls of libcuda. Those that queue something take a raw stream handle."""
 
     WAIT_GEQ = 0
     PORTABLE = 1
@@ -46,7 +46,7 @@ class Driver:
         check_code(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
 
     def pin(self, memory: Tensor) -> None:
-        """Let the GPU's copy engines at this host memory, until `unpin`."""
+        """Let the GPU's copy engines access this host memory, until `unpin`."""
         check_code(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
 
     def unpin(self, memory: Tensor) -> None:
@@ -57,12 +57,13 @@ class Driver:
         return _ready(self._stream_query(stream), "cuStreamQuery")
 
     def event_done(self, event: int) -> bool:
-        """Whether the device has come past an event (one that was never recorded is no event: 0)."""
+        """Whether the device has passed an event. The handle 0 is an event that was never recorded, and counts as
+        passed."""
         return not event or _ready(self._event_query(event), "cuEventQuery")
 
 
 def typed(function: Any, *arguments: Any) -> Any:
-    """A function of the library with the types of its arguments."""
+    """A function of the library with the types of its arguments declared."""
     function.argtypes = arguments
     return function
 
@@ -75,6 +76,6 @@ def _ready(code: int, name: str) -> bool:
 
 
 def check_code(code: int, name: str) -> None:
-    """Raise for an error code of a call of the driver."""
+    """Raise an error for an error code returned by the driver."""
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

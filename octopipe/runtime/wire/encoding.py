@@ -38,7 +38,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def encoded(value: Any, aside: list[Tensor] | None = None) -> bytes:
-    """The value as bytes. With `aside` its tensors are put there, to travel by themselves."""
+    """The value as bytes. With `aside`, its tensors are appended to that list, to be sent separately."""
     try:
         return msgspec.msgpack.encode(_packed(value, aside))
     except RecursionError:
@@ -48,7 +48,7 @@ def encoded(value: Any, aside: list[Tensor] | None = None) -> bytes:
 
 
 def decoded(data: bytes | memoryview, aside: list[Tensor] | None = None) -> Any:
-    """The value that `encoded` was given; raises OctoPipeError for bytes that it did not make."""
+    """The value that was encoded; raises OctoPipeError for bytes that `encoded` did not produce."""
     try:
         return _unpacked(msgspec.msgpack.decode(data), aside)
     except OctoPipeError:
@@ -132,7 +132,7 @@ def _packed_array(value: Any) -> list[Any]:
 
 
 def _name(thing: Any) -> tuple[str, str]:
-    """Module and name, by which this process finds it again."""
+    """The module and name by which a process finds the object again."""
     module, name = getattr(thing, "__module__", None) or "builtins", thing.__qualname__
     try:
         found = _found(module, name)
@@ -167,7 +167,7 @@ def _unpacked(packed: Any, aside: list[Tensor] | None) -> Any:
 
 
 def _way(tag: str, packed: list[Any], aside: list[Tensor] | None) -> Any:
-    """How to build an object, once its type was seen to be of that kind."""
+    """How to build an object of a type, once the type has been checked to be of that kind."""
     kind = _loaded_type(packed[:2])
     way = _WAYS[tag](kind, *[_unpacked(x, aside) for x in packed[2:]])
     check_way(way)
@@ -175,7 +175,7 @@ def _way(tag: str, packed: list[Any], aside: list[Tensor] | None) -> Any:
 
 
 def check_way(way: Any) -> None:
-    """Raises unless the type that a message names is what it is used as."""
+    """Raise an error unless the type that a message names is used as the kind of type that it is."""
     kind = getattr(way, "kind", None)
     good = isinstance(kind, type) and (
         (isinstance(way, Items) and issubclass(kind, tuple | list))
@@ -204,7 +204,7 @@ def _tensor(rest: list[Any], aside: list[Tensor] | None) -> Tensor:
 
 
 def empty_aside(data: bytes) -> list[Tensor]:
-    """Room for the tensors that travel beside this message, in order."""
+    """Empty tensors for those that are sent separately from this message, in order."""
     found: dict[int, Tensor] = {}
 
     def walk(packed: Any) -> None:
@@ -241,7 +241,7 @@ def torch_name(name: str, kind: type | tuple[type, ...]) -> Any:
 
 
 def _found(module: str, name: str) -> Any:
-    """A thing of a module that is loaded here; nothing is imported."""
+    """An object of a module that is already loaded; nothing is imported."""
     if module not in sys.modules:
         raise LookupError(f"{module}.{name} is not loaded here: import {module} on every rank")
     found: Any = sys.modules[module]

@@ -26,7 +26,7 @@ TEXT = "define void @fence() { fence seq_cst ret void }"
 
 
 def compiled() -> Callable[[], None]:
-    """`TEXT` as a function of this machine."""
+    """`TEXT` compiled to a function for this machine."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -43,11 +43,11 @@ def compiled() -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """This machine keeps the order."""
+    """The fence of a processor that preserves the order by itself."""
 
 
 def for_machine(machine: str) -> Callable[[], None]:
-    """What stands between data and its number on such a machine."""
+    """The fence between data and its number for this kind of processor."""
     return _nothing if machine in KEEP_ORDER else compiled()
 
 

@@ -77,7 +77,7 @@ class Spec:
         self.header = fixed + digest + (b"" if self.long else self.text)
 
     def inside(self, head: memoryview) -> list[Tensor]:
-        """The tensors that ride inside a header, in its memory; each with a storage (and a version) of its own."""
+        """The tensors that are contained in a header, in its memory; each has a storage (and a version) of its own."""
         parts, at = [], self.offset
         for leaf in self.leaves:
             if leaf.nbytes:
@@ -89,7 +89,7 @@ class Spec:
         return parts
 
     def value(self, tensors: list[Tensor]) -> Any:
-        """The value made of these tensors."""
+        """The value built from these tensors."""
         if self.bare:
             return tensors[0]
         it, constants = iter(tensors), iter(self.constants)
@@ -97,14 +97,14 @@ class Spec:
 
 
 class Specs:
-    """The forms this rank has met, by key when sending and by digest when receiving."""
+    """The forms that this rank knows, by key for sending and by digest for receiving."""
 
     def __init__(self) -> None:
         self._by_key: dict[Any, Spec] = {}
         self._by_digest: dict[bytes, Spec] = {}
 
     def of(self, value: Any, needs: list[bool] | None) -> tuple[Spec, list[Tensor]]:
-        """The form and the tensors of a value; `needs` says leaf by leaf which tensors take a gradient."""
+        """The form and the tensors of a value; `needs` states for each leaf whether it takes a gradient."""
         if isinstance(value, Tensor):
             value = _memory(value)
             need = takes_gradient(value) if needs is None else needs[0]
@@ -139,7 +139,7 @@ class Specs:
         return spec
 
     def read(self, head: bytes, text: bytes | None = None) -> Spec:
-        """The form a header announces; `text` is its description where that came separately."""
+        """The form that a header announces; `text` is its description if that was sent separately."""
         digest = head[16:FIXED_BYTES]
         spec = self._by_digest.get(digest)
         if spec is None:
@@ -156,7 +156,7 @@ class Specs:
 
 
 def _described(text: bytes) -> tuple[Form, tuple[Leaf, ...], tuple[Any, ...]]:
-    """What a description says, once it was seen to make sense: it comes from another process."""
+    """The form that a description states, checked first because the description comes from another process."""
     try:
         form, leaves, constants = decoded(text)
         flags = _checked_flags(form, 0)
@@ -171,7 +171,7 @@ def _described(text: bytes) -> tuple[Form, tuple[Leaf, ...], tuple[Any, ...]]:
 
 
 def _checked_flags(form: Form, depth: int) -> list[bool]:
-    """`tensor_flags` of a form from elsewhere."""
+    """`tensor_flags` of a form that comes from another process."""
     if form is True or form is False:
         return [form]
     if type(form) is not tuple or not form or depth > 200:
@@ -182,12 +182,12 @@ def _checked_flags(form: Form, depth: int) -> list[bool]:
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor may take a gradient, as far as its dtype tells."""
+    """Whether a tensor may take a gradient, judging by its dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
-    """A gradient as it may be sent: its values in memory as they are."""
+    """A gradient in the form in which it can be sent: its values are in memory as they are."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if grad.is_conj():
@@ -196,7 +196,8 @@ def plain_gradient(grad: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory as they are: no sign or conjugation still to be applied, no subclass."""
+    """The tensor with its values in memory as they are: not a subclass, and without a pending negation or
+    conjugation."""
     if type(tensor) is not Tensor:
         if type(tensor) in (torch.nn.Parameter, torch.nn.Buffer):
             tensor = tensor.detach()
@@ -218,12 +219,13 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def padded(nbytes: int) -> int:
-    """Bytes from the start of one tensor to the start of the next where several lie in a row."""
+    """The distance in bytes from the start of one tensor to the start of the next if several are stored one after the
+    other."""
     return -(-nbytes // ALIGNED) * ALIGNED
 
 
 def text_bytes(head: bytes) -> int:
-    """Length of the description a header announces."""
+    """The length of the description that a header announces."""
     return int.from_bytes(head[:8], "little")
 
 

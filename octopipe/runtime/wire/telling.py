@@ -26,15 +26,16 @@ _moment: ContextVar[str] = ContextVar("moment", default="while ranks agreed on w
 
 
 class WireError(RuntimeError):
-    """A wait of our own (for a mailbox, a ring) that ended because the peer is gone or time is up, as gloo's do."""
+    """Raised by a wait of our own (for a mailbox or a ring) if the peer is gone or time is up, as gloo's waits
+    raise."""
 
 
 class PeerError(OctoPipeError):
-    """Another rank did not answer: whoever hears of it should look for the first one that failed."""
+    """Another rank did not answer; the receiver of this error should look for the rank that failed first."""
 
 
 def gather_values(group: Any, item: Any) -> list[Any]:
-    """Everybody's item (collective), over a group of any backend."""
+    """The items of all ranks (collective), over a group of any backend."""
     place = _place(group)
     data = torch.frombuffer(bytearray(encoded(item)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(group.size())]
@@ -49,7 +50,7 @@ def gather_values(group: Any, item: Any) -> list[Any]:
 
 
 def broadcast_value(group: Any, item: Any, root: int) -> Any:
-    """The item of the group's member `root`, on every member, over a group of any backend."""
+    """The item of the group's member `root`, on all members, over a group of any backend."""
     place, leads = _place(group), group.rank() == root
     mine = encoded(item) if leads else b""
     size = torch.tensor([len(mine)], device=place)
@@ -70,13 +71,13 @@ def _broadcast(group: Any, tensor: Tensor, root: int) -> None:
 
 
 def _place(group: Any) -> torch.device:
-    """Where a group's tensors must lie."""
+    """The device on which a group's tensors must be."""
     name = str(dist.get_backend(group)) if isinstance(group, dist.ProcessGroup) else str(group.name())
     return torch.device("cuda", torch.cuda.current_device()) if name == "nccl" else torch.device("cpu")
 
 
 def send_value(group: Any, item: Any, to: int) -> None:
-    """To a member of a gloo group; tensors of any size, each by itself."""
+    """Send a value to a member of a gloo group; its tensors may have any size and are sent one by one."""
     tensors: list[Tensor] = []
     head = torch.frombuffer(bytearray(encoded(item, tensors)), dtype=torch.uint8)
     with told():
@@ -85,7 +86,7 @@ def send_value(group: Any, item: Any, to: int) -> None:
 
 
 def receive_value(group: Any, source: int) -> Any:
-    """What `send_value` sends."""
+    """The value that `send_value` sends."""
     size = torch.zeros(1, dtype=torch.int64)
     with told():
         group.recv([size], source, 0).wait()
@@ -105,9 +106,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def told(timeout_s: float | None = None) -> Iterator[None]:
-    """What gloo says of a peer that died or does not answer, in words that name the moment and the mend.
+    """A context that turns gloo's errors about a peer that died or does not answer into errors which state what the
+    ranks were doing and what to do.
 
-    Other errors go through unchanged, so that whole phases may stand inside.
+    Other errors pass through unchanged, so that whole phases may be inside.
     """
     try:
         yield
@@ -119,7 +121,7 @@ def told(timeout_s: float | None = None) -> Iterator[None]:
 
 
 def peer_words(error: BaseException, timeout_s: float | None = None) -> str | None:
-    """What an error of torch.distributed says about another rank; None where it is of another kind."""
+    """What an error of torch.distributed states about another rank; None if the error is of another kind."""
     text = " ".join(str(error).split()).lower()
     ours = isinstance(error, dist.DistError | WireError) or any(word in text for word in _OF_PEERS)
     if not isinstance(error, RuntimeError) or not ours:
@@ -132,7 +134,7 @@ def peer_words(error: BaseException, timeout_s: float | None = None) -> str | No
 
 @contextmanager
 def moment(text: str) -> Iterator[None]:
-    """Waits inside are told with these words."""
+    """A context whose errors of waits describe what the ranks were doing with these words."""
     before = _moment.set(text)
     try:
         yield

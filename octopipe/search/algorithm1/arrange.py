@@ -22,7 +22,7 @@ STUCK, TOO_SLOW = -1, -2
 
 
 class Rules(NamedTuple):
-    """By what a rank decides."""
+    """The criteria by which a rank decides what to run next."""
 
     keys: Any
     """[F or I, stage, micro_batch]: the smallest runs first."""
@@ -37,7 +37,7 @@ class Rules(NamedTuple):
 
 
 class OrderState(NamedTuple):
-    """What is known while orders are derived."""
+    """The state of stages and ranks while orders are built."""
 
     arrived: Any
     """[2, stage, micro_batch]: when inputs and gradients are there; infinite while that is not known."""
@@ -66,8 +66,9 @@ class OrderState(NamedTuple):
 
 @njit
 def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
-    """Orders of a chain of stages, written to out[rank]; returns their lengths, or STUCK or TOO_SLOW as the first of
-    them. No rank has more than `size` ops. Micro-batches pass every stage in the order of their numbers."""
+    """Build the orders of a chain of stages in out[rank]. Returns their lengths; the first of them is STUCK or TOO_SLOW
+    if there are no orders. No rank has more than `size` ops. Micro-batches pass every stage in the order of their
+    numbers."""
     ranks, stages, micro_batches = prices.static.size, prices.rank.size, prices.held.shape[1]
     state = OrderState(
         arrived=np.full((2, stages, micro_batches), np.inf),
@@ -139,7 +140,8 @@ def _set_up(p, rules, state):  # type: ignore[no-untyped-def]
 
 @njit
 def _decide(p, rules, state, r, capacity):  # type: ignore[no-untyped-def]
-    """When rank r runs something next, of which stage (-1 for a W) and of which kind; infinite: it can run nothing."""
+    """When rank r can run something next, the stage (-1 for a W) and the kind of the op; infinite if it can run
+    nothing."""
     key, at, s_of, k_of = np.inf, np.inf, -1, -1
     for turn in range(2):
         # First when the earliest op may start, then which op has the smallest key among those not much later.
@@ -169,7 +171,8 @@ def _decide(p, rules, state, r, capacity):  # type: ignore[no-untyped-def]
 
 @njit
 def _may_run(p, rules, state, row, s, m, r, capacity):  # type: ignore[no-untyped-def]
-    """Whether the next F (row FOR_F) or I (row FOR_I) of a stage is there, or on its way, and finds room."""
+    """Whether the input of the next F (row FOR_F) or I (row FOR_I) of a stage has arrived or is on its way, and its
+    activations fit."""
     if m >= state.arrived.shape[2] or state.arrived[row, s, m] == np.inf:
         return False
     used, waits = state.used[r], state.queue[0, r] < state.queue[1, r]
@@ -185,8 +188,8 @@ def _may_run(p, rules, state, row, s, m, r, capacity):  # type: ignore[no-untype
 
 @njit
 def _run(p, rules, state, kind, s, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
-    """Run the next F or I of a stage, behind the W that must give way and its R; returns the rank that receives its
-    result, or STUCK or TOO_SLOW."""
+    """Run the next F or I of a stage, after the W that must release memory and the R that it needs; returns the rank
+    that receives its result, or STUCK or TOO_SLOW."""
     r, row = p.rank[s], FOR_F if kind == F else FOR_I
     m, n = state.done[row, s], state.length[r]
     again = rules.recomputes[s]
@@ -234,7 +237,7 @@ def _run(p, rules, state, kind, s, capacity, cutoff_ms, out):  # type: ignore[no
 
 @njit
 def _stashed(p, state, r):  # type: ignore[no-untyped-def]
-    """Bytes that the weight gradients of a rank that wait would free."""
+    """The bytes that the waiting weight gradients of a rank would release."""
     total = 0.0
     for k in range(state.queue[0, r], state.queue[1, r]):
         total += p.stash[state.waiting[r, k, 0], state.waiting[r, k, 1]]
@@ -243,7 +246,7 @@ def _stashed(p, state, r):  # type: ignore[no-untyped-def]
 
 @njit
 def _run_weight(p, state, r, out):  # type: ignore[no-untyped-def]
-    """The W that waits longest on rank r runs now."""
+    """Run the W that has waited longest on rank r."""
     s, m = state.waiting[r, state.queue[0, r], 0], state.waiting[r, state.queue[0, r], 1]
     state.queue[0, r] += 1
     state.clock[r] += p.ms[W, s, m]

@@ -29,7 +29,7 @@ from octopipe.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
-    """Stages, routes and orders; `ops` has a row (stage, kind, micro_batch) for every op, rank after rank."""
+    """Stages, routes and orders; `ops` has one row (stage, kind, micro_batch) per op, rank after rank."""
 
     stages: tuple[Stage, ...]
     routes: tuple[tuple[int, ...], ...]
@@ -40,7 +40,8 @@ class State:
 
     @property
     def chain(self) -> bool:
-        """One route over all stages in order: what the partition and placement phases can change."""
+        """Whether there is a single route that passes all stages in order, which the partition and placement phases
+        need."""
         return len(self.routes) == 1 and self.routes[0] == tuple(range(len(self.stages)))
 
     @property
@@ -53,7 +54,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A state that runs and fits, as the simulator sees it."""
+    """A state that runs and fits, with its simulation."""
 
     state: State
     plan: Plan
@@ -65,21 +66,21 @@ class Candidate:
 
     @cached_property
     def without_imbalance_ms(self) -> float:
-        """The step time less what balancing the ranks could win: what placement is judged by."""
+        """The step time minus what balancing the ranks could gain, by which placement moves are judged."""
         return self.step_ms - excess_ms(self.timeline.busy_ms)
 
 
 class TooSlow(Exception):
-    """An order that is being derived cannot end before the cutoff any more."""
+    """Raised when orders that are being built cannot end before the cutoff."""
 
 
 def excess_ms(loads_ms: Floats) -> float:
-    """How much more than the mean the busiest rank works."""
+    """How much more work the busiest rank has than the mean."""
     return float(loads_ms.max() - loads_ms.mean())
 
 
 class Evaluator:
-    """Judges states of one setting."""
+    """Evaluates the states of one setting."""
 
     def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int, settings: Settings = SETTINGS) -> None:
         self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
@@ -111,7 +112,7 @@ class Evaluator:
     # -- plans and states ------------------------------------------------------------------------------
 
     def state(self, plan: Plan) -> State:
-        """Any checked plan, exactly."""
+        """Any plan that has been checked, represented exactly."""
         t = plan.table()
         ops = np.stack([t.stage, t.kind.astype(np.int32), t.micro_batch], axis=1).astype(np.int32)
         return State(
@@ -138,7 +139,7 @@ class Evaluator:
     def price(
         self, stages: tuple[Stage, ...], routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...]
     ) -> Prices:
-        """As the functions of `price.py` say, for all stages at once."""
+        """The costs of all stages at once, as the functions of `price.py` compute them."""
         bare = self._bare(stages, routes, route_of)
         first, stop = np.array([s.first for s in stages]), np.array([s.stop for s in stages])
         rank = np.array([s.rank for s in stages], np.int32)
@@ -167,7 +168,7 @@ class Evaluator:
         )  # fmt: skip
 
     def _hops(self, source: Ints, target: Ints, layer: NDArray[np.int64]) -> Floats:
-        """Time of these layers' outputs between these ranks, [stage, micro_batch]."""
+        """The transfer times of these layers' outputs between these ranks, [stage, micro_batch]."""
         apart = (source != target)[:, None]
         latency, per_byte = self.latency[source, target][:, None], self.per_byte[source, target][:, None]
         return np.where(apart, latency + self.boundary[:, layer].T * per_byte, 0.0)
@@ -175,13 +176,14 @@ class Evaluator:
     # -- judging ---------------------------------------------------------------------------------------
 
     def time(self, st: State) -> tuple[float, int, Floats]:
-        """Step time (reductions aside; infinite on a deadlock), the first op beyond memory or -1, starts."""
+        """The step time (without reductions; infinite on a deadlock), the first op that exceeds memory or -1, and the
+        start times."""
         p, start = st.prices, np.zeros(st.ops.shape[0])
         makespan, over = replay(p, st.offsets, st.ops, self.capacity, start, self._last)
         return (float((self._last + p.update_ms).max()) if makespan >= 0 else np.inf), int(over), start
 
     def judge(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
-        """Step time of the state with W advanced where memory lacks; infinite where it exceeds the cutoff anyway, does
+        """The step time of the state, with W moved forward if memory is short; infinite if it exceeds the cutoff, does
         not fit or deadlocks."""
         ms, over, _ = self.time(st)
         if ms >= cutoff_ms:
@@ -189,8 +191,8 @@ class Evaluator:
         return (ms, st) if over < 0 else self.advance_weights(st, cutoff_ms)
 
     def advance_weights(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
-        """The paper's selective advance of W: until no peak exceeds memory, a W goes before the op that does; one that
-        costs no time if there is one, else the earliest."""
+        """The paper's selective advance of W: until no peak exceeds memory, a W is moved before the op that exceeds it.
+        One that costs no time is preferred, otherwise the earliest."""
         for _ in range(st.ops.shape[0]):
             ms, over, _ = self.time(st)
             if ms >= cutoff_ms:
@@ -211,17 +213,17 @@ class Evaluator:
         return np.inf, st
 
     def _weights_after(self, st: State, at: int) -> list[int]:
-        """W's behind op `at` on its rank whose I stands before it."""
+        """The W after op `at` on its rank whose I precedes the op."""
         end = int(st.offsets[np.searchsorted(st.offsets, at, side="right")])
         begin = int(st.offsets[np.searchsorted(st.offsets, at, side="right") - 1])
         ran = {(s, m) for s, k, m in st.ops[begin:at].tolist() if k == I}
         return [at + 1 + j for j, (s, k, m) in enumerate(st.ops[at + 1 : end].tolist()) if k == W and (s, m) in ran]
 
     def view(self, st: State) -> Candidate | None:
-        """The state as the simulator sees it; None where it does not run or fit.
+        """The state as a candidate, simulated; None if it does not run or fit.
 
-        The quick walk leaves out transfers' buffers; where they do not fit beside the rest, W's are advanced as if the
-        rank had that much less.
+        The fast evaluation leaves out the buffers of transfers. If they do not fit in addition, W are moved forward as
+        if the rank had that much less memory.
         """
         capacity = self.capacity
         try:
@@ -242,15 +244,15 @@ class Evaluator:
     # -- changing structures ---------------------------------------------------------------------------
 
     def restaged(self, st: State, stages: tuple[Stage, ...]) -> State:
-        """The orders over other stages of the same number, priced anew."""
+        """The orders with other stages of the same number, with new costs."""
         return recomputing(replace(st, stages=stages, prices=self.price(stages, st.routes, st.route_of)))
 
     def arranged(
         self, st: State, keys: Floats, *, flight: int | None = None, wait_ms: float = 0.0, overrun: float = 1.0,
         cutoff_ms: float = np.inf,
     ) -> State | None:  # fmt: skip
-        """The chain with orders by list scheduling under these keys [F or I, stage, micro_batch]; None where the
-        scheduler gets stuck. Raises TooSlow where it would take longer than the cutoff."""
+        """The chain with orders built by list scheduling with these keys [F or I, stage, micro_batch]; None if the
+        scheduler gets stuck. Raises TooSlow if the step would take longer than the cutoff."""
         p, most = st.prices, self.num_micro_batches
         again = np.array([bool(s.recompute) for s in st.stages])
         # The busiest rank's F, R, I and W.
@@ -266,7 +268,7 @@ class Evaluator:
         return replace(st, ops=ops, offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
 
     def loads(self, stages: tuple[Stage, ...]) -> Floats:
-        """Work of every rank in a step."""
+        """The work of every rank in a step."""
         out = np.zeros(self.num_ranks)
         for s in stages:
             out[s.rank] += self.work[s.stop] - self.work[s.first]
@@ -276,12 +278,12 @@ class Evaluator:
 
 
 def _sums(values: Floats) -> Floats:
-    """Sums over the layers before each, along the last axis."""
+    """Prefix sums over the layers, along the last axis."""
     return np.concatenate((np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)), axis=-1)
 
 
 def shifted(st: State, x: int, to: int) -> State:
-    """Op number x moved to place `to` of the same rank."""
+    """The state with op number x moved to position `to` of the same rank."""
     ops = st.ops.copy()
     row = ops[x].copy()
     if to < x:
@@ -293,7 +295,8 @@ def shifted(st: State, x: int, to: int) -> State:
 
 
 def recomputing(st: State) -> State:
-    """An R where a recomputing stage lacks one (right before its backward), none where nothing is recomputed."""
+    """The state in which every recomputing stage has its R (added directly before the backward if it is missing), and
+    no other stage has one."""
     again = [bool(s.recompute) for s in st.stages]
     if not any(again) and not (st.ops[:, 1] == R).any():
         return st

@@ -21,7 +21,7 @@ from octopipe.search.algorithm1.structure import recomputed, stages_of
 
 
 def migrations(evaluator: Evaluator, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Those first that even out the ranks best."""
+    """Migrations of layers, those that balance the ranks best first."""
     n, settings = len(st.stages), evaluator.settings
     slides = Slides(evaluator, st)
     if n < 2 or slides.change.shape[0] == 0:
@@ -53,12 +53,12 @@ def arrivals(evaluator: Evaluator, st: State) -> Floats:
 
 
 def _unevenness(load: Floats, spread: float) -> Floats:
-    """The busiest rank, and a little for the spread of the others."""
+    """The load of the busiest rank, plus a small weight of the spread of the others."""
     return np.asarray(load.max(axis=-1) + spread * load.std(axis=-1))
 
 
 def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, State]]:
-    """Half of what the busiest rank has too much, to the least busy one, between the nearest of their stages."""
+    """Move half of the excess work of the busiest rank to the least busy one, between the nearest of their stages."""
     rank = st.prices.rank
     busiest, least = int(np.argmax(load)), int(np.argmin(load))
     count = round(float(load[busiest] - load[least]) / 2 / max(float(evaluator.layer_ms.mean()), 1e-12))
@@ -74,7 +74,7 @@ def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, St
 
 
 def slide(evaluator: Evaluator, st: State, giver: int, taker: int, count: int) -> State | None:
-    """`count` layers leave stage `giver` and as many enter stage `taker`; None where the giver would be empty."""
+    """`count` layers leave stage `giver` and as many enter stage `taker`; None if the giver would become empty."""
     if st.stages[giver].num_layers <= count:
         return None
     bounds = np.array(st.bounds)
@@ -86,12 +86,12 @@ def slide(evaluator: Evaluator, st: State, giver: int, taker: int, count: int) -
 
 
 def rebounded(evaluator: Evaluator, st: State, bounds: np.ndarray) -> State:
-    """Other stage boundaries under the same placement and orders."""
+    """The state with other stage boundaries and the same placement and orders."""
     return evaluator.restaged(st, stages_of(bounds.tolist(), st.prices.rank.tolist(), recomputed(st.stages)))
 
 
 class Slides:
-    """Every run of neighbouring boundaries that can slide by a layer, and what that changes for the ranks."""
+    """Every run of neighbouring boundaries that can slide by one layer, and how that changes the ranks' loads."""
 
     def __init__(self, evaluator: Evaluator, st: State) -> None:
         n = len(st.stages)

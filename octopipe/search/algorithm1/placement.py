@@ -35,7 +35,7 @@ from octopipe.search.algorithm1.structure import (
 
 
 def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:
-    """Dispersions and exchanges, drawn with those first that touch long stages and long bubbles."""
+    """Dispersions and exchanges; those that involve long stages and long bubbles are drawn first."""
     if evaluator.num_ranks < 2 or not now.state.chain:
         return
     starts = layer_times(evaluator, now.state, now.timeline.spans.start_ms)
@@ -73,7 +73,8 @@ def _dispersions(evaluator: Evaluator, now: Candidate, lot: random.Random) -> It
 
 
 def disperse(evaluator: Evaluator, stages: tuple[Stage, ...], stage: int, homes: list[int]) -> tuple[Stage, ...]:
-    """Cut a stage into len(homes) pieces of about equal time, on these ranks; neighbours on one rank are joined."""
+    """Cut a stage into len(homes) pieces of about equal time, on these ranks; neighbouring pieces on one rank are
+    joined."""
     layers, old = homes_of(stages), stages[stage]
     cuts = even_cuts(evaluator.layer_ms, old.first, old.stop, len(homes))
     for home, first, stop in zip(homes, cuts[:-1], cuts[1:], strict=True):
@@ -82,7 +83,7 @@ def disperse(evaluator: Evaluator, stages: tuple[Stage, ...], stage: int, homes:
 
 
 def _refinements(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
-    """Every stage dispersed: its pieces follow each other round the ranks, or down and up again."""
+    """Every stage dispersed: its pieces follow each other around the ranks, or up and down again."""
     stages, ranks = now.state.stages, evaluator.num_ranks
     ways = [(k, wave) for k in (1, 2, 3) if len(stages) * k <= evaluator.max_stages for wave in (False, True)]
     for more, wave in lot.sample(ways, min(len(ways), evaluator.settings.refinements)):
@@ -96,7 +97,8 @@ def _refinements(evaluator: Evaluator, now: Candidate, lot: random.Random) -> It
 
 
 def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
-    """A layer of a rank with long bubbles for a heavier one of a rank that works as much, with shorter ones."""
+    """Exchange a layer of a rank with long bubbles for a longer layer of a rank that works as much and has shorter
+    bubbles."""
     stages, work = now.state.stages, evaluator.layer_ms
     homes, busy, bubbles = homes_of(stages), now.timeline.busy_ms, now.timeline.bubbles
     idle = bubbles.boundary_ms + bubbles.residual_ms + bubbles.communication_ms
@@ -129,7 +131,7 @@ def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iter
 def balanced_stages(
     evaluator: Evaluator, num_stages: int, wave: bool, again: bool, need: np.ndarray
 ) -> tuple[Stage, ...]:
-    """Stages of about equal `need` (work or bytes per layer) round the ranks: what a search can begin with."""
+    """Stages of about equal `need` (work or bytes per layer) around the ranks, with which a search can begin."""
     bounds = even_cuts(need, 0, evaluator.costs.num_layers, num_stages)
     layers = set(range(evaluator.costs.num_layers)) if again else set()
     return stages_of(bounds, place(num_stages, evaluator.num_ranks, wave), layers)

@@ -15,7 +15,7 @@ Ints = NDArray[np.int32]
 
 
 class Prices(NamedTuple):
-    """Times and bytes are [stage, micro_batch] where nothing else is said; as in `plans/price.py`."""
+    """Times and bytes, [stage, micro_batch] unless stated otherwise, as in `plans/price.py`."""
 
     ms: Floats
     """[kind, stage, micro_batch]"""

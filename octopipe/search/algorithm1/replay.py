@@ -17,10 +17,11 @@ DEADLOCK = -1.0
 
 @njit
 def replay(prices, offsets, ops, capacity, start, last):  # type: ignore[no-untyped-def]
-    """Fills `start` (per op) and `last` (end per rank); returns (makespan, the first op that exceeds memory or -1).
+    """Fill `start` (per op) and `last` (end per rank); returns the makespan and the first op that exceeds memory, or
+    -1.
 
-    `ops` has a row (stage, kind, micro_batch) for every op, rank after rank. The makespan is DEADLOCK where an op
-    stands before what it needs.
+    `ops` has one row (stage, kind, micro_batch) per op, rank after rank. The makespan is DEADLOCK if an op precedes
+    something that it needs.
     """
     p = prices
     ranks = offsets.size - 1

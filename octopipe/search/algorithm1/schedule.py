@@ -30,7 +30,7 @@ _TINY = 1e-6
 
 
 def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, recompute: bool) -> Iterator[tuple[str, State]]:
-    """Advances, insertions, delays and whole orders, by the bubbles of the current timeline."""
+    """Advances, insertions, delays and whole orders, chosen by the bubbles of the current timeline."""
     seen, settings = _Waits(evaluator, now), evaluator.settings
     critical = seen.delays(int(np.argmax(now.timeline.spans.end_ms)))
     bubbles = seen.longest_bubbles()
@@ -55,7 +55,7 @@ def _some(pairs: list[tuple[int, int]], most: int, lot: random.Random) -> list[t
 
 
 def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Whole orders: the present times or a rule's as priorities, with other patience."""
+    """Whole orders: the present times or a rule's keys as priorities, with other values of patience."""
     keys = keys_of(now.state, now.timeline.spans.start_ms)
     rules = list(rule_keys(evaluator, now.state.stages))
     longest = float(now.state.prices.ms.max())
@@ -75,7 +75,7 @@ def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterato
 
 
 def _recomputations(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Layers that drop their activations, or keep them again; the order as it is, and derived anew."""
+    """Layers that drop their activations, or keep them again; with the present order, and with an order built anew."""
     st, layers = now.state, evaluator.costs.num_layers
     again = recomputed(st.stages)
     keys = keys_of(st, now.timeline.spans.start_ms)
@@ -102,7 +102,7 @@ def _recomputations(evaluator: Evaluator, now: Candidate, lot: random.Random) ->
 
 
 class _Waits:
-    """Who waited for what in a timeline."""
+    """Which ops waited for which in a timeline."""
 
     def __init__(self, evaluator: Evaluator, now: Candidate) -> None:
         self.evaluator, self.state, self.timeline = evaluator, now.state, now.timeline
@@ -116,8 +116,8 @@ class _Waits:
         np.maximum.at(self.ready, transfers.consumer, transfers.end_ms)
 
     def delays(self, span: int) -> list[tuple[int, int]]:
-        """(x, y): on the way back from `span`, x was ready when its rank began y, and had to wait for y; also with the
-        first y that it could have gone before."""
+        """Pairs (x, y): on the way back from `span`, x was ready when its rank began y, and had to wait for y. Also
+        with the first y that x could have preceded."""
         out: list[tuple[int, int]] = []
         node, binding, s = span, self.timeline.binding, self.spans
         for _ in range(self.evaluator.settings.depth * 8):
@@ -134,7 +134,7 @@ class _Waits:
         return out
 
     def _earliest(self, x: int) -> int:
-        """The first place of its rank that x could have taken without waiting."""
+        """The first position on its rank at which x could have run without waiting."""
         s, y = self.spans, x
         while (
             y > 0
@@ -146,7 +146,7 @@ class _Waits:
         return y
 
     def longest_bubbles(self) -> list[int]:
-        """The ops that end the longest idle intervals inside ranks' work."""
+        """The ops that end the longest idle intervals within the ranks' work."""
         s = self.spans
         same = np.concatenate(([False], s.rank[1:] == s.rank[:-1]))
         gap = np.where(same, s.start_ms - np.concatenate(([0.0], s.end_ms[:-1])), 0.0)
@@ -154,7 +154,7 @@ class _Waits:
         return [int(x) for x in longest if gap[x] > _TINY]
 
     def fillers(self, span: int) -> list[tuple[int, int]]:
-        """Ops that are ready for the gap before `span`, and delays of the producers of those that are not."""
+        """Ops that are ready for the gap before `span`, and delays of the producers of those that are not ready."""
         s = self.spans
         begins = float(s.end_ms[span - 1])
         out: list[tuple[int, int]] = []
@@ -172,7 +172,7 @@ class _Waits:
         return out
 
     def late_places(self, critical: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(w, y): a W that the last op waited for may run behind y, before a bubble of its rank or at the end."""
+        """Pairs (w, y): a W that the last op waited for can run after y, before a bubble of its rank or at the end."""
         s = self.spans
         out = []
         for _, w in critical:
@@ -184,7 +184,7 @@ class _Waits:
         return list(dict.fromkeys(out))
 
     def both(self, name: str, x: int, y: int) -> Iterator[tuple[str, State]]:
-        """x in front of y: the order as it is otherwise, and derived anew around that."""
+        """x moved before y: with the order otherwise unchanged, and with an order built anew around that."""
         moved = shifted(self.state, x, y)
         if self.spans.kind[x] == I and x > 0 and self.spans.kind[x - 1] == R:
             # What is recomputed for x goes with it.

@@ -42,7 +42,7 @@ PHASES = ("partition", "placement", "schedule")
 
 
 def bubble_phase(timeline: Timeline, least_layer_ms: float) -> str:
-    """The phase most likely to shrink this timeline's bubbles: Algorithm 1's rule."""
+    """The phase that is most likely to shrink the bubbles of this timeline, by the rule of Algorithm 1."""
     bubbles = timeline.bubbles
     if float(bubbles.idle_ms.max() - bubbles.idle_ms.min()) > least_layer_ms:
         return "partition"
@@ -52,7 +52,7 @@ def bubble_phase(timeline: Timeline, least_layer_ms: float) -> str:
 
 
 class IterativeSearch:
-    """The framework that Algorithm 1 and random search share; `choose` picks the phase."""
+    """The framework that Algorithm 1 and random search share; `choose` selects the phase."""
 
     name = "octopipe"
 
@@ -73,7 +73,7 @@ class IterativeSearch:
         systems: bool = True,
         settings: Settings = SETTINGS,
     ) -> None:
-        """`systems`: begin again from published plans where the first start is given up."""
+        """`systems`: begin again from published plans when the first start is given up."""
         self.began = time.monotonic()
         unknown = [p for p in phases if p not in PHASES]
         if unknown or not phases:
@@ -101,17 +101,18 @@ class IterativeSearch:
         return time.monotonic() - self.began
 
     def share(self) -> float:
-        """Of the budget that is spent: of its iterations where they are counted, else of its time."""
+        """The share of the budget that is used: of its iterations if they are counted, otherwise of its time."""
         if self.most is None:
             return self.elapsed() / self.budget_s if self.budget_s > 0 else 1.0
         return self.iteration / self.most if self.most > 0 else 1.0
 
     def late(self) -> bool:
-        """Is the time over? Never where iterations are counted: their result depends on no clock."""
+        """Whether the time is over; never if iterations are counted, because their result must not depend on a
+        clock."""
         return self.most is None and self.elapsed() >= self.budget_s
 
     def choose(self, now: Candidate) -> str:
-        """The rule's phase, or the next one that is on and has not failed on this very plan."""
+        """The phase that the rule selects, or the next one that is switched on and has not failed on this plan."""
         wanted = bubble_phase(now.timeline, self.least_layer_ms)
         at = PHASES.index(wanted)
         turn = [p for k in range(len(PHASES)) if (p := PHASES[(at + k) % len(PHASES)]) in self.phases]
@@ -165,7 +166,7 @@ class IterativeSearch:
         return Candidate(state=self.evaluator.state(plan), plan=plan, timeline=timeline)
 
     def _published(self) -> list[tuple[str, Candidate]]:
-        """Plans of systems that hold each layer once and fit, the fastest first."""
+        """Plans of published systems that hold each layer once and fit, the fastest first."""
         until = self.began + self.settings.systems_share * self.budget_s
         found = []
         evaluator = self.evaluator
@@ -192,7 +193,7 @@ class IterativeSearch:
         return False
 
     def _from(self, name: str, now: Candidate, until: float) -> None:
-        """Algorithm 1 from one start, until it is given up or that share of the budget is spent."""
+        """Run Algorithm 1 from one start until it is given up or this share of the budget is used."""
         self._keep(now)
         assert self.best is not None
         ms = now.step_ms
@@ -236,7 +237,7 @@ class IterativeSearch:
         return self.stopped or self.share() >= 1.0 or at_bound
 
     def _tune(self, phase: str, now: Candidate, here: Candidate) -> tuple[str, Candidate | None]:
-        """What the phase makes of the current plan, where that is better."""
+        """The result of the phase on the current plan, if it is better."""
         if phase == "partition":
             return self._migrate(now)
         # A placement is judged as if its imbalance were mended already.
@@ -265,7 +266,7 @@ class IterativeSearch:
         return "nothing better", None
 
     def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
-        """The best of a few migrations, where that is better than no migration."""
+        """The best of a few migrations, if it is better than none."""
         evaluator, st, ms = self.evaluator, now.state, now.step_ms
         if not st.chain:
             return "nothing better", None
@@ -302,7 +303,7 @@ class IterativeSearch:
 class RandomSearch(IterativeSearch):
     """Random search: the same framework and moves, with phases chosen at random instead of by the bubbles.
 
-    The paper's comparison in "Pipeline Search Cost".
+    This is the comparison in the paper's "Pipeline Search Cost".
     """
 
     name = "random"

@@ -39,7 +39,8 @@ def published(
     recompute: bool = True,
     skip: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, Plan]]:
-    """Plans of published systems with a split backward; after a time of the monotonic clock only the first few."""
+    """Plans of published systems with a split backward; once a time of the monotonic clock has passed, only the first
+    few."""
     known = (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *LATE_SYSTEMS)
     others = (n for n in systems() if n not in known)
     for name in (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *others, *LATE_SYSTEMS):
@@ -54,18 +55,19 @@ def published(
 
 
 def one_f_one_b_plan(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
-    """1F1B over stages of equally many layers, its backward split."""
+    """1F1B with stages of equal numbers of layers and a split backward."""
     return build_plan("1f1b", costs, num_ranks, num_micro_batches, split_backward=True)
 
 
 def one_f_one_b(evaluator: Evaluator) -> Candidate | None:
-    """The paper's start; None where it does not fit."""
+    """The paper's initial plan; None if it does not fit."""
     plan = one_f_one_b_plan(evaluator.costs, evaluator.num_ranks, evaluator.num_micro_batches)
     return evaluator.view(evaluator.state(plan))
 
 
 def something_that_fits(evaluator: Evaluator, may_recompute: bool) -> Candidate:
-    """A plan for tight memory: layers balanced by time or by bytes, fewer micro-batches under way, recomputation."""
+    """An initial plan for little memory: layers balanced by time or by bytes, fewer micro-batches in flight,
+    recomputation."""
     costs, ranks = evaluator.costs, evaluator.num_ranks
     one = one_f_one_b_plan(costs, ranks, evaluator.num_micro_batches)
     st = evaluator.state(one)

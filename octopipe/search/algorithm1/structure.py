@@ -19,12 +19,12 @@ Keys = tuple[float, float, float, float, float]
 
 
 def recomputed(stages: Sequence[Stage]) -> set[int]:
-    """Layers whose activations are dropped; the flag stays with the layer when it moves."""
+    """Layers whose activations are dropped; a layer keeps this property when it moves."""
     return {layer for s in stages for layer in s.recomputed_layers}
 
 
 def stages_of(bounds: Sequence[int], ranks: Sequence[int], again: set[int]) -> tuple[Stage, ...]:
-    """Stages between these bounds, recomputing the layers in `again`."""
+    """Stages between these bounds, which recompute the layers in `again`."""
     out = []
     for (first, stop), rank in zip(pairwise(bounds), ranks, strict=True):
         some = tuple(layer for layer in range(first, stop) if layer in again)
@@ -39,13 +39,13 @@ def homes_of(stages: Sequence[Stage]) -> list[int]:
 
 
 def stages_on(homes: Sequence[int], again: set[int], cuts: set[int] | None = None) -> tuple[Stage, ...]:
-    """One stage per run of layers on a rank, cut at `cuts` besides."""
+    """One stage per run of layers on a rank, also cut at `cuts`."""
     bounds = [0] + [k for k in range(1, len(homes)) if homes[k] != homes[k - 1] or (cuts and k in cuts)] + [len(homes)]
     return stages_of(bounds, [homes[k] for k in bounds[:-1]], again)
 
 
 def layer_times(evaluator: Evaluator, st: State, starts: Floats) -> Floats:
-    """When every layer's F, I and W ran: [F, I or W, layer, micro_batch]."""
+    """The time at which the F, I and W of every layer ran: [F, I or W, layer, micro_batch]."""
     at = np.zeros((3, evaluator.costs.num_layers, evaluator.num_micro_batches))
     stage, kind, batch = st.ops.T
     first, stop = np.array([s.first for s in st.stages]), np.array([s.stop for s in st.stages])
@@ -67,8 +67,9 @@ def layer_times(evaluator: Evaluator, st: State, starts: Floats) -> Floats:
 def retimed(evaluator: Evaluator, st: State, at: Floats, stages: tuple[Stage, ...]) -> tuple[State, Floats]:
     """The order carried over to other stages, and its keys [F or I, stage, micro_batch].
 
-    Every layer ran at some time in the old order (`at`, of layer_times); a new stage's op stands where its first
-    layer's did (W: its last). Times grow along everything an op needs, so no deadlock can come of it.
+    Every layer ran at some time in the old order (`at`, from layer_times); the op of a new stage is placed at the time
+    of its first layer (a W at that of its last). Times grow along everything that an op needs, so this cannot cause a
+    deadlock.
     """
     most = evaluator.num_micro_batches
     first, last = [s.first for s in stages], [s.stop - 1 for s in stages]
@@ -94,7 +95,7 @@ def retimed(evaluator: Evaluator, st: State, at: Floats, stages: tuple[Stage, ..
 
 
 def keys_of(st: State, starts: Floats) -> Floats:
-    """The start times of a chain's F and I as keys for the list scheduler."""
+    """The start times of a chain's F and I, as keys for the list scheduler."""
     keys = np.zeros((2, len(st.stages), len(st.route_of)))
     stage, kind, batch = st.ops.T
     for row, kinds in ((0, (F,)), (1, (I, B))):
@@ -104,7 +105,7 @@ def keys_of(st: State, starts: Floats) -> Floats:
 
 
 def rule_keys(evaluator: Evaluator, stages: Sequence[Stage]) -> Iterator[Floats]:
-    """Keys of simple rules: micro-batch against place in the chain, gradients first or in turn."""
+    """Keys of simple rules: the micro-batch weighed against the position in the chain, gradients first or in turn."""
     r, most = float(evaluator.num_ranks), np.arange(evaluator.num_micro_batches)
     forward, inward = np.cumsum(evaluator.costs.forward_ms), np.cumsum(evaluator.costs.input_ms)
     ahead = np.array([forward[s.first] - evaluator.costs.forward_ms[s.first] for s in stages]) / max(forward[-1], 1e-12)
@@ -120,13 +121,13 @@ def rule_keys(evaluator: Evaluator, stages: Sequence[Stage]) -> Iterator[Floats]
 
 
 def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
-    """Ranks of the stages: round and round, or down and up again."""
+    """Ranks of the stages: around all ranks again and again, or up and down again."""
     turns = [s % (2 * num_ranks) for s in range(num_stages)]
     return [r if r < num_ranks else (2 * num_ranks - 1 - r if wave else r - num_ranks) for r in turns]
 
 
 def even_cuts(work: Floats, first: int, stop: int, ways: int) -> list[int]:
-    """Bounds of `ways` pieces of about equal work of layers first .. stop-1."""
+    """Bounds of `ways` pieces of about equal work of the layers first .. stop-1."""
     total = np.concatenate(([0.0], np.cumsum(work[first:stop])))
     cuts = [first]
     for k in range(1, ways):
@@ -144,7 +145,7 @@ def derived(
     overrun: float = 1.0,
     cutoff_ms: float = np.inf,
 ) -> Iterator[State]:
-    """Orders of the chain by list scheduling; under a memory limit with fewer micro-batches under way as well. Those
+    """Orders of the chain from list scheduling; under a memory limit, also with fewer micro-batches in flight. Those
     that would take longer than the cutoff are left out."""
     most = evaluator.num_micro_batches
     flights = [most]

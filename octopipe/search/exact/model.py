@@ -21,7 +21,7 @@ BYTES_RESOLUTION = 100_000
 
 @dataclass(slots=True)
 class Model:
-    """The variables that a solution is read from."""
+    """The variables from which a solution is read."""
 
     model: Any
     start: dict[tuple[str, int, int], Any]
@@ -45,7 +45,7 @@ class OutOfTime(Exception):
 def state_problem(
     cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, deadline: float, decides: bool
 ) -> Model:
-    """The whole problem."""
+    """State the whole problem."""
     model = cp.CpModel()
     layers, horizon = costs.num_layers, RESOLUTION
     on = [[model.new_bool_var("") for _ in range(ranks)] for _ in range(layers)]
@@ -112,7 +112,7 @@ def _ranks_alike(costs: CostTable, ranks: int) -> bool:
 
 
 def _reach_in_order(model: Any, on: list[list[Any]]) -> None:
-    """Of equal ranks, rank r + 1 gets its first layer after rank r has one."""
+    """Among equal ranks, rank r + 1 gets its first layer after rank r has got one."""
     for layer, row in enumerate(on):
         for r in range(1, len(row)):
             model.add(sum(on[before][r - 1] for before in range(layer)) >= row[r])
@@ -127,7 +127,8 @@ def _transfers(
     model: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, on: Any, start: Any, end: Any,
     layer: int, queues: dict[tuple[int, int], list[Any]],
 ) -> None:  # fmt: skip
-    """Between a layer and the next on other ranks: the tensor waits for its queue and takes its time in it."""
+    """Between a layer and the next one on another rank, the tensor waits for its queue and takes its transfer time
+    there."""
     apart = {}
     for a in range(ranks):
         for b in range(ranks):
@@ -156,7 +157,7 @@ def _recomputation(
     stated: Model, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, end: Any,
     lanes: list[list[Any]],
 ) -> None:  # fmt: skip
-    """Which layers drop their activations, R before I, and which of them are one stage with the layer before."""
+    """Which layers drop their activations, with R before I, and which of them form one stage with the layer before."""
     model, start, on, layers = stated.model, stated.start, stated.on, costs.num_layers
     stated.drops = [model.new_bool_var("") for _ in range(layers)]
     ops: dict[int, list[list[Any]]] = {r: [[] for _ in range(micro_batches)] for r in range(ranks)}
@@ -205,7 +206,8 @@ def _recomputation(
 
 
 def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end: Any) -> None:
-    """On every rank with a limit: what F (or R) takes, I and W give back, beside the static bytes."""
+    """On every rank with a limit: the bytes that F (or R) takes and that I and W release, in addition to the static
+    bytes."""
     model, on, start = stated.model, stated.on, stated.start
     for r in range(ranks):
         capacity = costs.capacity_bytes(r)
@@ -240,7 +242,7 @@ def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end
 
 
 def _keeps_input(stated: Model, layer: int, rank: int) -> Any:
-    """The layer lies on the rank and, where it drops its activations, keeps its own input."""
+    """Whether the layer is on the rank and, if it drops its activations, keeps an input of its own."""
     model = stated.model
     stays = model.new_bool_var("")
     model.add_bool_or([stated.on[layer][rank].negated(), stated.joined[layer], stays])

@@ -53,7 +53,7 @@ TOLERANCE = 1e-4
 
 
 class Solved(NamedTuple):
-    """What the solver reached."""
+    """The result of the solver."""
 
     found: Found
     lower_bound_ms: float
@@ -62,7 +62,7 @@ class Solved(NamedTuple):
 
 
 def cp_model() -> Any:
-    """The ortools module, or an error that names the extra."""
+    """The ortools module; raises an error that names the extra to install."""
     try:
         from ortools.sat.python import cp_model as module
     except ImportError:
@@ -85,11 +85,12 @@ def solve(
     recompute: bool = True,
     progress: Callback | None = None,
 ) -> Solved:
-    """The best plan CP-SAT finds within the budget, with its proven bound.
+    """The best plan that CP-SAT finds within the budget, with its proven bound.
 
-    Raises OctoPipeError when it finds none; a given start is returned instead, where it fits. `iterations`: conflicts
-    of one worker instead of time, so that the result depends on the seed alone. `recompute`: may activations be
-    recomputed? (Without a memory limit that never pays.) A callback that returns True ends the solve.
+    Raises OctoPipeError if it finds none; if a start is given and fits, that is returned instead. `iterations`:
+    conflicts of one worker instead of a time, so that the result depends only on the seed. `recompute` allows
+    activations to be recomputed. (Without a memory limit, that is never useful.) A callback that returns True ends the
+    solve.
     """
     began = time.monotonic()
     cp = cp_model()
@@ -149,7 +150,7 @@ def solve(
 def _run(
     solver: Any, model: Any, began: float, budget_s: float, given: Timeline | None, progress: Callback | None
 ) -> tuple[Any, bool]:
-    """Solve in a thread of its own, so that this one can report and end it; (status, ended early)."""
+    """Solve in a separate thread, so that this one can report and stop it; returns (status, ended early)."""
     status: list[Any] = []
     worker = threading.Thread(target=lambda: status.append(solver.solve(model)), daemon=True)
     worker.start()
@@ -175,7 +176,7 @@ def _run(
 def _quick_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, iterations: int | None, recompute: bool
 ) -> Plan | None:
-    """What Algorithm 1 comes to in a moment: a bound from above for the solver."""
+    """The result of a short run of Algorithm 1, an upper bound for the solver."""
     try:
         search = IterativeSearch(
             costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
@@ -198,7 +199,7 @@ def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, sto
 
 
 def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """A step with one op at a time: no plan worth having is slower."""
+    """The time of a step with one op at a time: no useful plan is slower."""
     slow = max(costs.slowdown(r) for r in range(num_ranks))
     work = sum(float((costs.layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
     hops = [
@@ -210,7 +211,7 @@ def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> floa
 
 
 def _hint(stated: Model, costs: CostTable, plan: Plan, timeline: Timeline, unit_ms: float) -> None:
-    """Where the given plan puts layers and ops."""
+    """The position of layers and ops in the given plan."""
     for stage in plan.stages:
         for layer in range(stage.first, stage.stop):
             for r, here in enumerate(stated.on[layer]):
@@ -228,7 +229,7 @@ def _hint(stated: Model, costs: CostTable, plan: Plan, timeline: Timeline, unit_
 
 
 def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
-    """The solution as a plan of one stage per layer, those that recompute together joined."""
+    """The solution as a plan with one stage per layer; layers that recompute together are one stage."""
     home = [next(r for r, here in enumerate(row) if solver.boolean_value(here)) for row in stated.on]
     rows: list[list[tuple[tuple[int, int, int], Op]]] = [[] for _ in range(num_ranks)]
     depth = {"F": 0, "I": 1, "W": 2}
@@ -257,7 +258,7 @@ def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micr
 
 
 def _joined(plan: Plan, timeline: Timeline, costs: CostTable) -> tuple[Plan, Timeline]:
-    """Neighbouring stages of one rank joined where the step takes no longer and still fits."""
+    """The plan with neighbouring stages of one rank joined where the step takes no longer and still fits."""
     s = 1
     while s < len(plan.stages):
         if plan.stages[s - 1].rank == plan.stages[s].rank and plan.stages[s - 1].recompute == plan.stages[s].recompute:
@@ -272,7 +273,7 @@ def _joined(plan: Plan, timeline: Timeline, costs: CostTable) -> tuple[Plan, Tim
 
 
 def _join(plan: Plan, at: int) -> Plan:
-    """Stages at-1 and at as one: F where the later F stood, I where the later I and W where the later W did."""
+    """The stages at-1 and at as one: F at the position of the later F, I and W at those of the later I and W."""
     a, b = plan.stages[at - 1], plan.stages[at]
     one = Stage(first=a.first, stop=b.stop, rank=a.rank, recompute=a.recompute)
     stages = (*plan.stages[: at - 1], one, *plan.stages[at + 1 :])

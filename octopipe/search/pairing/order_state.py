@@ -85,7 +85,8 @@ def set_up(st, state, slots):  # type: ignore[no-untyped-def]
 
 @njit
 def next_rank(state):  # type: ignore[no-untyped-def]
-    """The rank that decides next, or -1 where all that have something left are asleep; and whether any has."""
+    """The rank that decides next, or -1 if all ranks that have something left are asleep; and whether any rank has
+    something left."""
     r = -1
     unfinished = False
     for k in range(state.left.size):
@@ -98,8 +99,8 @@ def next_rank(state):  # type: ignore[no-untyped-def]
 
 @njit
 def fullest_weight(st, state, r):  # type: ignore[no-untyped-def]
-    """The stage of rank r whose waiting W hold most bytes (more of them where bytes are equal), or -1; and how many W
-    wait on the rank."""
+    """The stage of rank r whose waiting W hold most bytes (of equal ones, the stage with most W), or -1; and the number
+    of W that wait on the rank."""
     best, most, pending = -1, 0.0, 0
     for place in range(state.holds[r]):
         s = state.held[r, place]
@@ -113,7 +114,7 @@ def fullest_weight(st, state, r):  # type: ignore[no-untyped-def]
 
 @njit
 def take(st, state, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-def]
-    """Write a slot that rank r runs until `over`, and hand on what it makes; stages of ops that it lacks are -1."""
+    """Write a slot that rank r runs until `over`, and pass on its results; stages of ops that it lacks are -1."""
     size, micro_batches = st.rank.size, state.arrived.shape[2]
     slot = slots.lengths[r]
     slots.lengths[r] += 1
@@ -156,7 +157,7 @@ def take(st, state, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-
 
 @njit
 def wake(st, state, row, s, m, r, end, hop):  # type: ignore[no-untyped-def]
-    """Hand a result on to stage s, whose rank looks again when it arrives if it is asleep."""
+    """Pass a result on to stage s, whose rank decides again when it arrives if the rank is asleep."""
     to = st.rank[s]
     at = hand_on(state.arrived, row, s, m, state.channel, r, to, end, hop)
     if state.asleep[to]:

@@ -30,7 +30,7 @@ TOGETHER = (frozenset("FI"), frozenset("FB"), frozenset("FW"), frozenset("IW"), 
 
 
 class Polisher:
-    """A plan being polished."""
+    """A plan that is being polished."""
 
     def __init__(self, plan: Plan, costs: CostTable, seed: int):
         self.plan, self.costs, self.dice = plan, costs, random.Random(seed)
@@ -86,7 +86,7 @@ class Polisher:
         return made if made is not None and better(made, best) else best
 
     def _changed(self, slots: list[Slot]) -> list[Slot] | None:
-        """The rank's slots with one change, or None where the change drawn is not possible."""
+        """The slots of the rank with one change, or None if the change that was drawn is not possible."""
         if len(slots) < 2:
             return None
         out = list(slots)

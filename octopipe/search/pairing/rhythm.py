@@ -179,7 +179,7 @@ def partners(beat, state, r, next_f, next_i, low_f, low_i):  # type: ignore[no-u
 
 @njit
 def fused(st, beat, state, f, i):  # type: ignore[no-untyped-def]
-    """An F and an I together: the stage whose W is fused into the I (-1 if none), and the duration of the pair."""
+    """An F and an I as a pair: the stage whose W is fused into the I (-1 if none), and the duration of the pair."""
     took, done = st.together[FI, f, i], state.done[DONE_I, i]
     extra = st.together[FB, f, i] - took
     apart = done >= state.arrived.shape[2] - beat.numbers[APART_W]

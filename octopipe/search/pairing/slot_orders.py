@@ -41,9 +41,9 @@ class Row(NamedTuple):
 def slots_ms(  # type: ignore[no-untyped-def]
     offsets, slots, duration, before, after, route, stage_rank, forward_ms, gradient_ms
 ):
-    """Makespan of orders of slots under directed channels; -1 where they wait for each other.
+    """The makespan of orders of slots under directed channels; -1 if they wait for each other.
 
-    A slot is a row of six: stage, kind and micro-batch of its first op, and of its second (stage -1: none).
+    A slot is a row of six numbers: stage, kind and micro-batch of its first op, and of its second op (stage -1: none).
     """
     ranks = offsets.size - 1
     arrived = np.empty((2, stage_rank.size, route.size))
@@ -87,7 +87,7 @@ def slots_ms(  # type: ignore[no-untyped-def]
 
 
 class SlotOrders:
-    """The prices of a plan's slots, and the timing of other orders of them."""
+    """The costs of a plan's slots, and the timing of other orders of these slots."""
 
     def __init__(self, plan: Plan, costs: CostTable):
         self.plan, self.costs = plan, costs
@@ -101,7 +101,7 @@ class SlotOrders:
         """Orders timed so far."""
 
     def slot_ms(self, slot: Slot) -> tuple[float, float]:
-        """The time of a slot, and the exchange that it leaves exposed."""
+        """The duration of a slot, and the exchange that it leaves exposed."""
         key = tuple(self.prices.kind_of(op) for op in slot)
         if key not in self._known:
             first = slot[0]
@@ -116,25 +116,25 @@ class SlotOrders:
         return Row(table, np.array([entry[1] for entry in found]), sum(entry[2] for entry in found))
 
     def _noted(self, slot: Slot) -> tuple[tuple[int, ...], float, float]:
-        """A slot's entries of a row, kept for the next orders it is in."""
+        """The entries of a slot in a row, kept for other orders that contain the slot."""
         numbers = [n for op in slot for n in (op.stage, CODES[op.kind], op.micro_batch)]
         entry = self._rows[slot] = (*numbers, -1, -1, -1)[:6], *self.slot_ms(slot)
         return entry
 
     def makespan_ms(self, rows: list[Row]) -> float:
-        """The makespan of all ranks' orders; -1 where they wait for each other."""
+        """The makespan of the orders of all ranks; -1 if they wait for each other."""
         self.judged += 1
         offsets = np.concatenate(([0], np.cumsum([row.took_ms.size for row in rows]))).astype(np.int64)
         slots, took = np.concatenate([row.table for row in rows]), np.concatenate([row.took_ms for row in rows])
         return float(slots_ms(offsets, slots, took, *self._fixed))
 
     def cost_ms(self, rows: list[Row]) -> float:
-        """The makespan with the exposed exchange at its weight; -1 where the orders wait for each other."""
+        """The makespan plus the weighted exposed exchange; -1 if the orders wait for each other."""
         ms = self.makespan_ms(rows)
         return ms if ms < 0 else ms + EXPOSED_WEIGHT * sum(row.exposed_ms for row in rows) / len(rows)
 
     def plan_of(self, ranks: list[list[Slot]]) -> tuple[Plan, Timeline] | None:
-        """The plan with these orders and its timeline; None where it breaks a rule."""
+        """The plan with these orders, and its timeline; None if it breaks a rule."""
         orders = tuple(tuple(op for slot in slots for op in slot) for slots in ranks)
         pairs = frozenset((slot[0], slot[1]) for slots in ranks for slot in slots if len(slot) == 2)
         plan = replace(self.plan, orders=orders, pairs=pairs)

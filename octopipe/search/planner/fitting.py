@@ -81,7 +81,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 class Rate(NamedTuple):
-    """One fitted number: a rate of one generation in one precision, of one generation, or of all."""
+    """One number that is fitted: a rate of one GPU generation in one precision, of one generation, or of all."""
 
     name: str
     generation: str = ""
@@ -89,7 +89,7 @@ class Rate(NamedTuple):
 
 
 class Seen(Protocol):
-    """Something measured that rates are fitted to."""
+    """A measurement to which rates are fitted."""
 
     @property
     def generation(self) -> str: ...
@@ -98,14 +98,14 @@ class Seen(Protocol):
     def precision(self) -> str: ...
 
     def asks(self) -> set[str]:
-        """The rates beside gemm and core that its time depends on."""
+        """The rates, besides gemm and core, on which its time depends."""
 
     def log_ratio(self, rates: Mapping[str, Rates]) -> float:
-        """Logarithm of predicted over measured speed, by rates per precision."""
+        """The logarithm of predicted over measured speed, given the rates of every precision."""
 
 
 def rates_to_fit(seen: Sequence[Seen]) -> list[Rate]:
-    """The rates that these measurements say something about."""
+    """The rates about which these measurements contain information."""
     pairs = sorted({(one.generation, one.precision) for one in seen})
     out = [Rate("gemm", *pair) for pair in pairs]
     out += [Rate("core", generation) for generation in sorted({g for g, _ in pairs})]
@@ -114,7 +114,7 @@ def rates_to_fit(seen: Sequence[Seen]) -> list[Rate]:
 
 
 def asked_by_layers(spec: ModelSpec, gpu: Gpu, precision: str) -> set[str]:
-    """Rates that the time of a model's layers alone depends on."""
+    """The rates on which the time of a model's layers alone depends."""
     routing = "rack_moe_ms" if gpu.gpus_per_node > RACK else "moe_ms"
     parts = [part for layer in set(spec.layers) for part in layer.parts]
     out = {"half", "launch_ms", "passes"}
@@ -128,7 +128,8 @@ def prior_of(generation: str, precision: str) -> Rates:
 
 
 class SeenRun:
-    """One run under any rates: what is recomputed does not depend on them and is settled once."""
+    """One run, which can be priced with any rates: what it recomputes does not depend on them and is determined
+    once."""
 
     def __init__(self, run: Run):
         assert run.setup.gpu is not None
@@ -196,7 +197,7 @@ def price_layers_of(spec: ModelSpec, setup: Setup, rates: Mapping[str, Rates]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A stack fitted to runs, and how well."""
+    """A stack that was fitted to runs, with the errors of the fit."""
 
     stack: Stack
     errors: tuple[float, ...]
@@ -206,7 +207,7 @@ class Fitted:
 
 
 class Fit:
-    """The fit of one stack's runs."""
+    """The fit of the rates of one stack."""
 
     def __init__(self, seen: Sequence[Seen]):
         if not seen:
@@ -227,7 +228,7 @@ class Fit:
         return own or self.pairs
 
     def rates_at(self, x: np.ndarray) -> dict[tuple[str, str], Rates]:
-        """The rates of every pair, and of bf16 beside every other precision, at these logarithms of factors."""
+        """The rates of every pair, and of bf16 besides every other precision, at these logarithms of factors."""
         out = {}
         for generation in {g for g, _ in self.pairs}:
             for precision in {"bf16", *(p for g, p in self.pairs if g == generation)}:
@@ -257,7 +258,7 @@ class Fit:
         return np.array([self.residual(i, rates) for i in kept])
 
     def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Of every residual by every rate."""
+        """The derivatives of every residual with respect to every rate."""
         out = np.zeros((len(self.seen), x.size))
         asked = [one.asks() for one in self.seen]
         for k, rate in enumerate(self.rates):
@@ -284,7 +285,7 @@ class Fit:
         return float(robust.sum() / NOISE**2 + ((x / self.spread) ** 2).sum())
 
     def solve(self, kept: Sequence[int] | None = None, rounds: int = ROUNDS) -> np.ndarray:
-        """Damped Gauss-Newton steps from the prior, over some of the runs."""
+        """Damped Gauss-Newton steps from the prior, for some of the runs."""
         kept = list(range(len(self.seen))) if kept is None else list(kept)
         x = np.clip(np.zeros(len(self.rates)), self.low, self.high)
         damping, every = 1e-3, self.residuals(x, range(len(self.seen)))
@@ -306,10 +307,10 @@ class Fit:
         return x
 
     def left_out(self, x: np.ndarray) -> list[float]:
-        """Every run's residual by the fit to the others.
+        """The residual of every run with the fit to the others.
 
-        Without one run the fit moves little, so on the way the other residuals are taken as straight lines; the run's
-        own is then computed at the rates so found.
+        Leaving out one run moves the fit little, so the other residuals are treated as linear in between; the residual
+        of the run itself is then computed with the rates found.
         """
         count = len(self.seen)
         every = self.residuals(x, range(count))
@@ -335,13 +336,13 @@ def _rounded(rates: Rates) -> Rates:
 
 
 def errors_of(residuals: Sequence[float]) -> Errors:
-    """Medians and spread of errors, from logarithms of predicted over measured."""
+    """Medians and spread of errors, from the logarithms of predicted over measured."""
     sizes = np.array([abs(math.exp(r) - 1.0) for r in residuals])
     return Errors(len(sizes), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()))
 
 
 def fit_stack(seen: Sequence[Seen], name: str, about: str = "") -> Fitted:
-    """The stack that these measurements make."""
+    """The stack that is fitted to these measurements."""
     fit = Fit(seen)
     x = fit.solve()
     left_out = fit.left_out(x) if len(seen) >= FEWEST_TO_LEAVE_OUT else []

@@ -57,7 +57,7 @@ def adapipe(setting: Setting) -> Plan:
 
 
 class Knapsack:
-    """Layer sizes on a grid of memory units."""
+    """Layer sizes in units of memory on a grid."""
 
     def __init__(self, ranges: LayerRanges):
         layers = ranges.num_layers
@@ -77,13 +77,14 @@ class Knapsack:
         )
 
     def cell(self, room: Floats) -> NDArray[np.int64]:
-        """The grid cell of an amount of room; -1 where there is none."""
+        """The grid cell of an amount of memory; -1 if there is none."""
         held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
         return np.floor(held).astype(np.int64)
 
 
 def _room(ranges: LayerRanges) -> Floats:
-    """[stage, first, stop]: bytes that a micro-batch may keep while it waits; negative where nothing helps."""
+    """[stage, first, stop]: the bytes that a micro-batch may keep while it waits; negative if no recomputation
+    suffices."""
     held = np.array(ranges.in_flight, float)[:, None, None]
     once = ranges.capacity_bytes[:, None, None] - ranges.fixed_bytes - ranges.activation_bytes
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -91,7 +92,7 @@ def _room(ranges: LayerRanges) -> Floats:
 
 
 def recompute_ms(ranges: LayerRanges) -> Floats:
-    """[stage, first, stop]: least recomputation that lets the stage fit; infinite where none does."""
+    """[stage, first, stop]: the smallest recomputation time with which the stage fits; infinite if it never does."""
     fits = ranges.fits
     layers = ranges.num_layers
     inside = np.triu(np.ones((layers + 1, layers + 1), bool), 1)
@@ -120,9 +121,10 @@ def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[i
 
 @njit
 def _least_recompute(saved, enters, times, cells, grid):  # type: ignore[no-untyped-def]
-    """Least recomputed time per (stage, first, stop), by extending each first layer's tables stop by stop.
+    """The smallest recomputation time per (stage, first, stop), by extending the tables of each first layer stop by
+    stop.
 
-    keep[c], drop[c]: least time with at most c units held, the last layer saved or recomputed.
+    keep[c], drop[c]: the smallest time with at most c units held and the last layer saved or recomputed.
     """
     stages = cells.shape[0]
     layers = saved.size
@@ -154,7 +156,7 @@ def _least_recompute(saved, enters, times, cells, grid):  # type: ignore[no-unty
 
 
 def _chosen(knapsack: Knapsack, first: int, stop: int, cell: int) -> tuple[int, ...]:
-    """The recomputed layers behind one entry of `_least_recompute`."""
+    """The recomputed layers that lead to one entry of `_least_recompute`."""
     grid = np.arange(knapsack.cells)
     tables = []
     keep = np.where(grid >= knapsack.saved[first], 0.0, np.inf)
@@ -194,7 +196,7 @@ def _shifted(values: Floats, by: int) -> Floats:
 
 
 def adapipe_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int]) -> float:
-    """Z_0 of a partition; infinite where a stage cannot fit."""
+    """Z_0 of a partition; infinite if a stage cannot fit."""
     f = ranges.read(ranges.forward_ms, sizes)
     b = ranges.read(ranges.backward_ms + recompute_ms(ranges), sizes)
     return pipeline_ms(f, b, ranges.in_flight, num_micro_batches) if np.isfinite(b).all() else float("inf")
@@ -224,7 +226,7 @@ def pipeline_ms(
 
 
 def adapipe_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int, ...] | None:
-    """Layers per stage of least objective, or None where nothing fits."""
+    """Layers per stage with the smallest objective, or None if nothing fits."""
     p = ranges.num_stages
     forward = ranges.forward_ms
     backward = ranges.backward_ms + recompute_ms(ranges)

@@ -37,7 +37,7 @@ def alpa(setting: Setting) -> Plan:
 
 
 def alpa_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int]) -> float:
-    """T of a partition; infinite where a stage does not fit."""
+    """T of a partition; infinite if a stage does not fit."""
     if not ranges.read(ranges.fits, sizes).all():
         return float("inf")
     t = ranges.read(ranges.forward_ms + ranges.backward_ms, sizes)
@@ -45,7 +45,7 @@ def alpa_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[
 
 
 def alpa_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int, ...] | None:
-    """Layers per stage of least T, or None where nothing fits."""
+    """Layers per stage with the smallest T, or None if nothing fits."""
     stage_ms = ranges.forward_ms + ranges.backward_ms
 
     def extend(labels: Floats, s: int, first: Ints, stop: Ints) -> Floats:

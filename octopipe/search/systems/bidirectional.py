@@ -17,19 +17,20 @@ DOWN, UP = 0, 1
 
 
 def stage_on(rank: int, direction: int, num_ranks: int) -> int:
-    """The number of the stage that a rank holds of one direction."""
+    """The number of the stage that a rank holds in one direction."""
     return rank if direction == DOWN else num_ranks + (num_ranks - 1 - rank)
 
 
 def micro_batch_of(index: int, direction: int) -> int:
-    """The directions take micro-batches in turn: even ones go down, odd ones up."""
+    """The number of the `index`-th micro-batch of a direction: direction 0 takes the even ones, direction 1 the odd
+    ones."""
     return 2 * index + direction
 
 
 def bidirectional_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, orders: Sequence[Sequence[Op]]
 ) -> Plan:
-    """The plan of these orders over the even split, held once in each direction."""
+    """The plan with these orders over the even split, which is held once in each direction."""
     p = num_ranks
     sizes = even_sizes(costs, p)
     stages = stages_from_sizes(sizes, range(p)) + stages_from_sizes(sizes, range(p - 1, -1, -1))

@@ -26,7 +26,7 @@ from octopipe.simulation.timeline import Timeline
 
 
 class Move(NamedTuple):
-    """A stash that leaves its rank when `leaves` starts and is back when `returns` starts."""
+    """An activation that leaves its rank when `leaves` starts and is back when `returns` starts."""
 
     stage: int
     micro_batch: int
@@ -45,12 +45,12 @@ def bpipe(setting: Setting) -> Plan:
 
 
 def most_held(num_ranks: int) -> int:
-    """ceil((p+2)/2) micro-batches."""
+    """The largest number of micro-batches that a rank holds: ceil((p+2)/2)."""
     return (num_ranks + 3) // 2
 
 
 def moves(plan: Plan) -> list[Move]:
-    """Every stash that travels, rank after rank."""
+    """Every activation that is moved, rank after rank."""
     out: list[Move] = []
     limit = most_held(plan.num_ranks)
     for rank, order in enumerate(plan.orders):

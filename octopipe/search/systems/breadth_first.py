@@ -8,7 +8,7 @@ Simplified: its sharded data parallelism and the overlap of that with compute ar
 
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
-from octopipe.search.systems.closed_forms import ClosedForm, bubble_ms, even_layers, on_timeline, peak_of_rank
+from octopipe.search.systems.closed_forms import ClosedForm, looped_forms
 from octopipe.search.systems.interleaved import with_chunks
 from octopipe.search.systems.registry import Setting, system
 from octopipe.search.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
@@ -39,26 +39,4 @@ def breadth_first_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
 
 
 def closed_forms() -> list[ClosedForm]:
-    forms = []
-    for p, m, v in ((4, 8, 2), (4, 4, 3), (8, 16, 2)):
-        f, b = 1.0, 2.0
-        case, costs = f"p={p} m={m} v={v} F={v * f:g} b={v * b:g}", even_layers(p * v, f, b)
-        forms += [
-            ClosedForm(
-                system="breadth-first",
-                case=case,
-                quantity="bubble",
-                formula="(p-1)(F+b)/v",
-                expected=(p - 1) * (f + b),
-                simulate=on_timeline("breadth-first", costs, p, m, bubble_ms, chunks=v),
-            ),
-            ClosedForm(
-                system="breadth-first",
-                case=case,
-                quantity="peak of rank 0, chunks",
-                formula="mv",
-                expected=float(m * v),
-                simulate=on_timeline("breadth-first", costs, p, m, peak_of_rank(0), chunks=v),
-            ),
-        ]
-    return forms
+    return looped_forms("breadth-first", "mv", lambda p, m, v: m * v)

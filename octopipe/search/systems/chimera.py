@@ -38,7 +38,7 @@ def chimera(setting: Setting) -> Plan:
 
 
 def slots(rank: int, p: int, m: int) -> list[tuple[int, Op]]:
-    """The unit slot of every op of a rank."""
+    """The time slot of every op of a rank."""
     out = []
     for direction in (DOWN, UP):
         number = stage_on(rank, direction, p)

@@ -151,25 +151,32 @@ def _oldest() -> list[ClosedForm]:
                     simulate=on_timeline(name, costs, p, m, peak_of_rank(0)),
                 ),
             ]
+    rule = "2(p-1)+(v-1)p+1, at most mv"
+    return forms + looped_forms("interleaved", rule, lambda p, m, v: min(2 * (p - 1) + (v - 1) * p + 1, m * v))
+
+
+def looped_forms(system: str, rule: str, peak: Callable[[int, int, int], int]) -> list[ClosedForm]:
+    """Bubble and peak of rank 0 with v stages per rank; `rule` states in words how many of them `peak` holds."""
+    forms = []
     for p, m, v in ((4, 8, 2), (4, 4, 3), (8, 16, 2)):
         f, b = 1.0, 2.0
         case, costs = f"p={p} m={m} v={v} F={v * f:g} b={v * b:g}", even_layers(p * v, f, b)
         forms += [
             ClosedForm(
-                system="interleaved",
+                system=system,
                 case=case,
                 quantity="bubble",
                 formula="(p-1)(F+b)/v",
                 expected=(p - 1) * (f + b),
-                simulate=on_timeline("interleaved", costs, p, m, bubble_ms, chunks=v),
+                simulate=on_timeline(system, costs, p, m, bubble_ms, chunks=v),
             ),
             ClosedForm(
-                system="interleaved",
+                system=system,
                 case=case,
                 quantity="peak of rank 0, chunks",
-                formula="2(p-1)+(v-1)p+1, at most mv",
-                expected=float(min(2 * (p - 1) + (v - 1) * p + 1, m * v)),
-                simulate=on_timeline("interleaved", costs, p, m, peak_of_rank(0), chunks=v),
+                formula=rule,
+                expected=float(peak(p, m, v)),
+                simulate=on_timeline(system, costs, p, m, peak_of_rank(0), chunks=v),
             ),
         ]
     return forms

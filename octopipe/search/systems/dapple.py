@@ -75,7 +75,7 @@ def in_flight(ranges: LayerRanges, sizes: Sequence[int], num_micro_batches: int,
 def dapple_objective(
     ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int], smallest_block_ms: float
 ) -> float:
-    """What the planner ranks partitions by; infinite where a stage does not fit."""
+    """The value by which the planner ranks partitions; infinite if a stage does not fit."""
     if not ranges.read(ranges.fits, sizes).all():
         return float("inf")
     t, hops = ranges.read(ranges.forward_ms + ranges.backward_ms, sizes), ranges.transfers(sizes)
@@ -85,7 +85,7 @@ def dapple_objective(
 
 
 def smallest_block(ranges: LayerRanges) -> float | None:
-    """The least possible slowest stage or transfer; None where nothing fits."""
+    """The smallest possible time of the slowest stage or transfer; None if nothing fits."""
     stage_ms = ranges.forward_ms + ranges.backward_ms
 
     def extend(labels: Floats, s: int, first: Ints, stop: Ints) -> Floats:
@@ -97,7 +97,7 @@ def smallest_block(ranges: LayerRanges) -> float | None:
 
 
 def dapple_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int, ...] | None:
-    """Layers per stage of least objective, or None where nothing fits."""
+    """Layers per stage with the smallest objective, or None if nothing fits."""
     block = smallest_block(ranges)
     if block is None:
         return None

@@ -168,39 +168,60 @@ def paired_idle_ms(plan: Plan, ranks: list[list[Block]], block_ms: Callable[[Blo
 
 def closed_forms() -> list[ClosedForm]:
     """The published bubble, with pairs as blocks, and the activations."""
-    from octopipe.search.systems.closed_forms import ClosedForm, highest_peak, on_timeline
-
     forms = []
     for p, m, weight, pace in ((4, 8, 1.0, 1.0), (8, 16, 0.5, 1.0), (8, 32, 1.0, 0.8), (16, 32, 0.5, 0.9)):
-        costs = CostTable.uniform(num_layers=p, weight_ms=weight, activation_bytes=1.0)
         case = f"p={p} m={m} F=1 B={1 + weight:g} W={weight:g} F&B={pace * (2 + weight):g}"
-        forms += [
-            ClosedForm(
-                system="dualpipe",
-                case=case,
-                quantity="idle of the idlest rank",
-                formula="(p/2-1)(F&B+B-3W)",
-                expected=(p / 2 - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
-                simulate=published_idle("dualpipe", dualpipe_blocks, costs, p, m, pace),
-            ),
-            ClosedForm(
-                system="dualpipe",
-                case=case + ", as pairs",
-                quantity="idle of the idlest rank",
-                formula="(p/2-1)(F&B+B-3W)",
-                expected=(p / 2 - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
-                simulate=on_timeline("dualpipe", paced(costs, pace), p, m, idlest_ms),
-            ),
-            ClosedForm(
-                system="dualpipe",
-                case=case,
-                quantity="highest peak, micro-batches",
-                formula="p+1",
-                expected=p + 1.0,
-                simulate=on_timeline("dualpipe", costs, p, m, highest_peak),
-            ),
-        ]
+        rules = "(p/2-1)(F&B+B-3W)", "micro-batches", "p+1"
+        forms += forms_of_pairs("dualpipe", dualpipe_blocks, p, m, weight, pace, p // 2, case, rules)
     return forms
+
+
+def forms_of_pairs(
+    system: str,
+    blocks: Callable[[int, int], list[list[Block]]],
+    p: int,
+    m: int,
+    weight_ms: float,
+    pace: float,
+    half: int,
+    case: str,
+    rules: tuple[str, str, str],
+) -> list[ClosedForm]:
+    """The closed forms of a system in which two directions of `half` stages each meet.
+
+    `rules`: the formula of the idle time, the unit of the peak, and the formula of the peak.
+    """
+    from octopipe.search.systems.closed_forms import ClosedForm, highest_peak, on_timeline
+
+    costs = CostTable.uniform(num_layers=2 * half, weight_ms=weight_ms, activation_bytes=1.0)
+    idle, unit, peak = rules
+    idle_ms = (half - 1) * (pace * (2 + weight_ms) + (1 + weight_ms) - 3 * weight_ms)
+    return [
+        ClosedForm(
+            system=system,
+            case=case,
+            quantity="idle of the idlest rank",
+            formula=idle,
+            expected=idle_ms,
+            simulate=published_idle(system, blocks, costs, p, m, pace),
+        ),
+        ClosedForm(
+            system=system,
+            case=case + ", as pairs",
+            quantity="idle of the idlest rank",
+            formula=idle,
+            expected=idle_ms,
+            simulate=on_timeline(system, paced(costs, pace), p, m, idlest_ms),
+        ),
+        ClosedForm(
+            system=system,
+            case=case,
+            quantity=f"highest peak, {unit}",
+            formula=peak,
+            expected=2 * half + 1.0,
+            simulate=on_timeline(system, costs, p, m, highest_peak),
+        ),
+    ]
 
 
 def paced(costs: CostTable, pace: float) -> CostTable:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
-from octopipe.search.systems.dualpipe import Block, dual_order, idlest_ms, overlapped, paced, published_idle
+from octopipe.search.systems.dualpipe import Block, dual_order, forms_of_pairs, overlapped
 from octopipe.search.systems.registry import Setting, require, system
 from octopipe.search.systems.shapes import even_sizes, make_plan, stages_from_sizes, wave
 
@@ -55,36 +54,9 @@ def dualpipe_v_blocks(p: int, m: int) -> list[list[Block]]:
 
 def closed_forms() -> list[ClosedForm]:
     """DualPipe's bubble with 2p stages in the place of p, with pairs as blocks, and the activations."""
-    from octopipe.search.systems.closed_forms import ClosedForm, highest_peak, on_timeline
-
     forms = []
     for p, m, weight, pace in ((2, 8, 1.0, 1.0), (4, 16, 0.5, 0.9), (8, 32, 0.5, 0.8)):
-        costs = CostTable.uniform(num_layers=2 * p, weight_ms=weight, activation_bytes=1.0)
         case = f"p={p} m={m} per stage F=1 B={1 + weight:g} W={weight:g} F&B={pace * (2 + weight):g}"
-        forms += [
-            ClosedForm(
-                system="dualpipev",
-                case=case,
-                quantity="idle of the idlest rank",
-                formula="(p-1)(F&B+B-3W)",
-                expected=(p - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
-                simulate=published_idle("dualpipev", dualpipe_v_blocks, costs, p, m, pace),
-            ),
-            ClosedForm(
-                system="dualpipev",
-                case=case + ", as pairs",
-                quantity="idle of the idlest rank",
-                formula="(p-1)(F&B+B-3W)",
-                expected=(p - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
-                simulate=on_timeline("dualpipev", paced(costs, pace), p, m, idlest_ms),
-            ),
-            ClosedForm(
-                system="dualpipev",
-                case=case,
-                quantity="highest peak, stages",
-                formula="2p+1",
-                expected=2 * p + 1.0,
-                simulate=on_timeline("dualpipev", costs, p, m, highest_peak),
-            ),
-        ]
+        rules = "(p-1)(F&B+B-3W)", "stages", "2p+1"
+        forms += forms_of_pairs("dualpipev", dualpipe_v_blocks, p, m, weight, pace, p, case, rules)
     return forms

@@ -49,7 +49,7 @@ MOST_BOUNDS = 256
     tunes=("scheduling",),
 )
 def dynapipe(setting: Setting) -> Plan:
-    """Option `max_in_flight`: micro-batches under way at most (as many as fit)."""
+    """Option `max_in_flight`: the largest number of micro-batches in flight (default: as many as fit)."""
     p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
     most = setting.option("max_in_flight", None)
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
@@ -67,7 +67,7 @@ def dynapipe(setting: Setting) -> Plan:
 
 
 def sequences(times_ms: Floats) -> list[list[int]]:
-    """Orders of the micro-batches worth trying: the given one, and every order of the groups."""
+    """Orders of the micro-batches that are worth trying: the given one, and every order of the groups."""
     m = times_ms.size
     groups = cluster(times_ms, 4 if m <= 20 else 3)
     tried = {tuple(range(m)): None}
@@ -77,7 +77,7 @@ def sequences(times_ms: Floats) -> list[list[int]]:
 
 
 def cluster(values: Floats, count: int) -> list[list[int]]:
-    """Indices in at most `count` groups of near values: Lloyd's k-means from evenly spaced quantiles."""
+    """Indices in at most `count` groups of similar values, by Lloyd's k-means from evenly spaced quantiles."""
     distinct = np.unique(values)
     count = min(count, distinct.size)
     centres = distinct[np.linspace(0, distinct.size - 1, count).round().astype(int)].astype(float)
@@ -94,7 +94,7 @@ def cluster(values: Floats, count: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Cyclic:
-    """The cyclic scheduler on one model: prices, limits, and how injection counts memory."""
+    """The cyclic scheduler for one model: costs, limits, and how memory is counted when micro-batches are injected."""
 
     costs: CostTable
     empty: Plan
@@ -124,7 +124,7 @@ class _Cyclic:
         )
 
     def fitted(self, sequence: Sequence[int]) -> tuple[Plan, Timeline]:
-        """The fastest plan of this sequence that fits, or the leanest."""
+        """The fastest plan of this sequence that fits, or the one that needs least memory."""
         plan, timeline = self._plan(sequence, self.room, reserve=False)
         if timeline.fits:
             return plan, timeline
@@ -147,10 +147,10 @@ class _Cyclic:
 def cyclic_orders(
     sequence: Sequence[int], activation: Floats, room: Floats, most: int, *, reserve: bool = False
 ) -> list[list[Op]]:
-    """One stage per rank, cycle by cycle. `activation` is [stage, micro_batch], `room` bytes per rank.
+    """One stage per rank, cycle by cycle. `activation` is [stage, micro_batch], `room` is bytes per rank.
 
-    `reserve` counts a micro-batch on all ranks from its start, so that no rank can overflow later; otherwise
-    only what the first rank holds counts. One micro-batch alone always starts.
+    `reserve` counts a micro-batch on all ranks from its start, so that no rank can exceed its memory later; otherwise
+    only the memory of the first rank counts. A single micro-batch always starts.
     """
     p = activation.shape[0]
     forwards: list[deque[int]] = [deque() for _ in range(p)]
@@ -237,7 +237,7 @@ def micro_batch_samples(
 
 
 def _bounds(cost: Floats) -> Iterable[float]:
-    """Values of t_max: every time that can be the largest, or a spread of them."""
+    """Values of t_max: every time that can be the largest, or a selection of them."""
     least = np.zeros(cost.shape[0] + 1)  # the smallest t_max with which samples 0..n-1 can be grouped
     for stop in range(1, least.size):
         least[stop] = np.maximum(least[:stop], cost[:stop, stop]).min()

@@ -43,11 +43,11 @@ def best_partition(
     incumbent: float = np.inf,
     from_last: bool = False,
 ) -> Best | None:
-    """The partition of least value, or None where no allowed one exists (or none is below the incumbent).
+    """The partition with the smallest value, or None if no allowed one exists (or none is below the incumbent).
 
-    `allowed` [stage, first, stop] says which ranges may be a stage; `start` is the empty label. Labels whose
-    bound exceeds `incumbent`, the value of a partition already at hand, are dropped. `from_last` places the
-    last stage first; `extend` still gets the stage's own number and range.
+    `allowed` [stage, first, stop] says which ranges may be a stage; `start` is the empty label. Labels whose bound
+    exceeds `incumbent`, the value of a partition that is already known, are dropped. `from_last` places the last stage
+    first; `extend` still receives the stage's own number and range.
     """
     stages, layers = allowed.shape[0], allowed.shape[1] - 1
     width = start.size

@@ -77,7 +77,7 @@ def interleaved_overlap(setting: Setting) -> Plan:
 
 
 def _best_of(plans: list[Plan], costs: CostTable) -> Plan:
-    """The fastest that fits, or the leanest."""
+    """The fastest plan that fits, or the one that needs least memory."""
     timelines = [simulate(plan, costs) for plan in plans]
     return plans[min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))]
 

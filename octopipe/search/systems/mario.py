@@ -115,7 +115,7 @@ def _is(op: Op, kinds: str, cell: tuple[int, int]) -> bool:
 
 
 def _improved(plan: Plan, costs: CostTable, candidates: Callable[[Plan, Timeline], Iterator[Orders]]) -> Plan:
-    """Take the first candidate that is faster and fits, again and again, until none is."""
+    """Accept the first candidate that is faster and fits, again and again, until there is none."""
     timeline = simulate(plan, costs)
     trials = 0
     while timeline.fits:
@@ -139,14 +139,14 @@ def _improved(plan: Plan, costs: CostTable, candidates: Callable[[Plan, Timeline
 
 
 def _glued(plan: Plan, rank: int) -> set[Op]:
-    """Backwards of a rank that must stay right behind their F, because their R was dropped."""
+    """Backwards of a rank that must directly follow their F, because their R was dropped."""
     order = plan.orders[rank]
     again = {(op.stage, op.micro_batch) for op in order if op.kind == "R"}
     return {op for op in order if op.kind in "IB" and plan.stages[op.stage].recompute and op[0::2] not in again}
 
 
 def _waits(timeline: Timeline) -> NDArray[np.float64]:
-    """Idle time right before every op inside its rank's work."""
+    """The idle time directly before every op, within its rank's work."""
     spans = timeline.spans
     waits = np.zeros(spans.start_ms.size)
     waits[1:] = np.where(spans.rank[1:] == spans.rank[:-1], spans.start_ms[1:] - spans.end_ms[:-1], 0.0)

@@ -61,7 +61,7 @@ def rank_orders(costs: CostTable, num_ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def metis_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int]) -> float:
-    """The cost of a partition in the ranges' order of ranks; infinite where a stage does not fit."""
+    """The cost of a partition in the ranges' order of ranks; infinite if a stage does not fit."""
     if not ranges.read(ranges.fits, sizes).all():
         return float("inf")
     t = ranges.read(ranges.forward_ms + ranges.backward_ms, sizes)
@@ -70,7 +70,7 @@ def metis_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence
 
 
 def metis_partition(ranges: LayerRanges, num_micro_batches: int) -> Best | None:
-    """Layers per stage of least cost, or None where nothing fits."""
+    """Layers per stage with the smallest cost, or None if nothing fits."""
     stage_ms = ranges.forward_ms + ranges.backward_ms
 
     def extend(labels: Floats, s: int, first: Ints, stop: Ints) -> Floats:

@@ -43,7 +43,8 @@ def mist(setting: Setting) -> Plan:
 
 
 def checkpointed(ranges: LayerRanges) -> Floats:
-    """[stage, first, stop]: the fewest first layers to recompute so that the stage fits; infinite: none do."""
+    """[stage, first, stop]: the smallest number of first layers to recompute so that the stage fits; infinite if none
+    suffices."""
     layers = ranges.num_layers
     total = np.concatenate(([0.0], np.cumsum(ranges.layer_bytes)))
     enters = np.append(ranges.entering_bytes, 0.0)
@@ -71,7 +72,7 @@ def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[i
 
 
 def steady_ms(ranges: LayerRanges) -> Floats:
-    """[stage, first, stop]: forward, backward and recomputation of a micro-batch; infinite where it cannot fit."""
+    """[stage, first, stop]: forward, backward and recomputation of a micro-batch; infinite if it cannot fit."""
     counts = checkpointed(ranges)
     stop = np.where(np.isfinite(counts), counts, 0.0).astype(np.int64) + np.arange(ranges.num_layers + 1)[:, None]
     again = np.take_along_axis(ranges.forward_ms, np.minimum(stop, ranges.num_layers), axis=2)
@@ -79,7 +80,7 @@ def steady_ms(ranges: LayerRanges) -> Floats:
 
 
 def mist_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int]) -> float:
-    """The objective of a partition; infinite where a stage cannot fit."""
+    """The objective of a partition; infinite if a stage cannot fit."""
     t = ranges.read(steady_ms(ranges), sizes)
     if not np.isfinite(t).all():
         return float("inf")
@@ -89,7 +90,7 @@ def mist_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[
 
 
 def mist_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int, ...] | None:
-    """Layers per stage of least objective, or None where nothing fits."""
+    """Layers per stage with the smallest objective, or None if nothing fits."""
     stage_ms = steady_ms(ranges)
     extra_ms = ranges.reduce_ms + ranges.optimizer_ms
 

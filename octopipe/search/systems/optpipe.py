@@ -94,7 +94,7 @@ def heuristics(costs: CostTable, p: int, m: int) -> Iterator[Plan]:
 def solved(
     prices: Prices, costs: CostTable, base: Plan, room: Floats, most_ms: float, effort: float
 ) -> Schedule | None:
-    """What the program comes to from a schedule that may hold more than there is room for."""
+    """The solution of the program, starting from a schedule that may hold more than fits."""
     timeline = simulate(base, costs, check=False)
     program = Program(prices, room, _after_ms(timeline), most_ms)
     program.hint(_starts_ms(timeline, prices))
@@ -102,7 +102,7 @@ def solved(
 
 
 def _made(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
-    """The plan as it fits, with host memory where there is a link to it; None where it does not fit."""
+    """The plan in a form that fits, with host memory if there is a link to it; None if it does not fit."""
     if costs.host_link is not None:
         return fitting(plan, costs)
     timeline = simulate(plan, costs, check=False)
@@ -114,7 +114,8 @@ def _capacity(costs: CostTable, p: int) -> Floats:
 
 
 def _room(base: Plan, costs: CostTable) -> Floats:
-    """Bytes for activations per rank: what weights leave, and buffers and workspaces of the schedule to start from."""
+    """Bytes for activations per rank: what weights, and the buffers and workspaces of the initial schedule, leave
+    free."""
     capacity = _capacity(costs, base.num_ranks)
     if not np.isfinite(capacity).any():
         return capacity

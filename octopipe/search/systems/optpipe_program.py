@@ -44,7 +44,7 @@ def cp_model() -> Any:
 
 
 class Prices(NamedTuple):
-    """What the program knows of a pipeline; times are integers, [stage, micro-batch]."""
+    """What the program knows about a pipeline; times are integers, [stage, micro-batch]."""
 
     unit_ms: float
     took: dict[str, Ints]
@@ -103,8 +103,8 @@ class Program:
     """The program of one set of prices under a memory limit per rank."""
 
     def __init__(self, prices: Prices, room: Floats, after_ms: Floats, most_ms: float) -> None:
-        """`room`: bytes for activations per rank. `after_ms`: what follows a rank's last W. `most_ms`: a step that is
-        reached already."""
+        """`room`: bytes for activations per rank. `after_ms`: the time after a rank's last W. `most_ms`: the time of a
+        step that is already known."""
         self.cp, self.prices, self.room = cp_model(), prices, room
         self.model = self.cp.CpModel()
         self.stages, self.micro_batches = prices.took["F"].shape
@@ -126,7 +126,7 @@ class Program:
         return self.model.new_int_var(0, self.horizon, "")
 
     def _ops(self) -> None:
-        """Every op once, one at a time on a rank, after what it needs has arrived."""
+        """Every op runs once, one at a time on a rank, after everything that it needs has arrived."""
         model, prices = self.model, self.prices
         for s in range(self.stages):
             lane = []
@@ -147,7 +147,7 @@ class Program:
                 self._transfers("I", s, s - 1)
 
     def _transfers(self, kind: str, source: int, target: int) -> None:
-        """From stage to stage, one after the other on their link."""
+        """Transfers between two stages run one after the other on their link."""
         before: Any = None
         for m in range(self.micro_batches):
             hop, ready = int(self.prices.hop[kind][source, m]), self.end[kind, source, m]
@@ -161,7 +161,8 @@ class Program:
             self.model.add(self.start[kind, target, m] >= arrives)
 
     def _memory(self, s: int) -> None:
-        """What a rank holds while each op runs: memory grows only where an F starts or a move begins to come back."""
+        """The memory of a rank while each op runs: it grows only when an F starts or a move begins to bring an
+        activation back."""
         prices, count = self.prices, self.micro_batches
         limit = float(self.room[s])
         if not np.isfinite(limit) or float(prices.held[s].sum()) <= limit:
@@ -219,7 +220,7 @@ class Program:
         return moved, left, back
 
     def _lanes(self, s: int, moves: list[tuple[Any, Any, Any]]) -> None:
-        """One move at a time in each direction."""
+        """Only one move at a time runs in each direction."""
         down, up = [], []
         for m, (moved, left, back) in enumerate(moves):
             took = int(self.prices.move[s, m]) if self.prices.move is not None else 0
@@ -238,12 +239,12 @@ class Program:
         return away
 
     def hint(self, starts_ms: dict[tuple[str, int, int], float]) -> None:
-        """Where a known schedule starts its ops."""
+        """Pass the start times of a known schedule to the solver."""
         for cell, ms in starts_ms.items():
             self.model.add_hint(self.start[cell], round(ms / self.prices.unit_ms))
 
     def solve(self, effort: float) -> Schedule | None:
-        """The best schedule found within so much deterministic time; None where none was found."""
+        """The best schedule found within this deterministic time; None if none was found."""
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0

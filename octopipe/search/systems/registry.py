@@ -61,7 +61,7 @@ BUILT_IN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a policy may look at."""
+    """The information that a policy may use."""
 
     costs: CostTable
     num_ranks: int
@@ -81,7 +81,7 @@ Policy = Callable[[Setting], Plan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A policy and what `octopipe systems` says about it."""
+    """A policy with its description for `octopipe systems`."""
 
     name: str
     title: str
@@ -140,7 +140,7 @@ def get_system(name: str) -> System:
 
 
 def check_sizes(costs: CostTable, num_ranks: int, num_micro_batches: int) -> None:
-    """Refuse sizes for which there is no plan."""
+    """Reject sizes for which there is no plan."""
     if num_ranks < 1 or num_micro_batches < 1:
         raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
     if num_ranks > costs.num_layers:

@@ -183,7 +183,7 @@ def packed(blocks: Blocks, reversed_ranks: Sequence[int]) -> Repetend:
 
 
 def serial(blocks: Blocks) -> Repetend:
-    """One micro-batch after another: the least memory there is."""
+    """One micro-batch after another, which needs the least memory."""
     before, free = blocks.waits_for(), [0] * blocks.num_ranks
     flat: list[int] = []
     for i, block in enumerate(blocks.blocks):  # blocks stand in dependency order
@@ -240,7 +240,7 @@ def _free(taken: list[tuple[int, int]], place: int, span: int, period: int) -> b
 
 
 def _packs(taken: list[tuple[int, int]], spans: list[int], period: int) -> bool:
-    """Can the other spans still go into the gaps? First fit, longest span first: quick, and good enough."""
+    """Whether the other spans still fit into the gaps. First fit, longest span first: fast and good enough."""
     edges = sorted(taken)
     gaps = [(nxt[0] - here[1]) % period for here, nxt in zip(edges, [*edges[1:], edges[0]])]
     if len(edges) == 1:

@@ -50,10 +50,10 @@ Floats = NDArray[np.float64]
 
 
 def split_backward(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with every B as I and W. A plan that splits already comes back as it is, and so does one with pairs: the
-    W of a paired B is put wherever the pair leaves the compute lane free.
+    """The plan with every B as I and W. A plan that splits its backward already is returned as it is, and so is one
+    with pairs: the W of a paired B runs wherever the pair leaves the compute lane free.
 
-    Should no split plan stay within the memory limit, the fused plan comes back.
+    If no split plan stays within the memory limit, the fused plan is returned.
     """
     if plan.pairs or not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
@@ -123,7 +123,7 @@ def _with_orders(plan: Plan, orders: Sequence[Sequence[Op]]) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prices:
-    """Everything the filling looks at, per op of the fused plan (B stands for its I)."""
+    """Everything that the filling needs, per op of the fused plan (B stands for its I)."""
 
     offsets: NDArray[np.int32]
     waits_for: NDArray[np.int32]

@@ -105,7 +105,7 @@ def _packings(blocks: Blocks) -> Iterator[Repetend]:
 
 
 class _Best:
-    """The fastest plan so far that fits, else the fastest."""
+    """The fastest plan so far that fits, otherwise the fastest."""
 
     def __init__(self, costs: CostTable):
         self._costs = costs
@@ -143,7 +143,8 @@ def _placements(setting: Setting) -> Iterator[Blocks]:
 
 
 def _room(blocks: Blocks, m: int) -> Floats:
-    """Bytes per rank for activations: capacity less weights and what buffers and workspaces add to the peak."""
+    """Bytes per rank for activations: the capacity minus weights and minus what buffers and workspaces add to the
+    peak."""
     costs, plan = blocks.costs, packed_tightly(blocks, max(blocks.work)).plan(m)
     capacity = np.array([costs.capacity_bytes(r) for r in range(blocks.num_ranks)])
     if not np.any(np.isfinite(capacity)):
@@ -158,7 +159,7 @@ def _room(blocks: Blocks, m: int) -> Floats:
 
 
 def _search(blocks: Blocks, room: Floats, seconds: float) -> Repetend:
-    """The repetend with the shortest period that fits; one micro-batch at a time where none was found."""
+    """The repetend with the shortest period that fits; if none was found, one micro-batch at a time."""
     shortest = max(blocks.work)
     begin = time.monotonic()
     for tried, stretch in enumerate(STRETCH):

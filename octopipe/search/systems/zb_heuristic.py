@@ -58,7 +58,7 @@ class Choices(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What the scheduler knows of a pipeline."""
+    """What the scheduler knows about a pipeline."""
 
     forward_ms: Table
     input_ms: Table
@@ -121,7 +121,7 @@ def _best(prices: Prices) -> _Schedule:
 
 
 class _Schedule:
-    """One run of the heuristic: the pipeline as it grows, op by op."""
+    """One run of the heuristic, which builds the schedule op by op."""
 
     def __init__(self, prices: Prices, choices: Choices) -> None:
         self.prices, self.choices = prices, choices
@@ -198,7 +198,7 @@ class _Schedule:
         return self.weights[s] < self.inputs[s]
 
     def _fill_gap(self, s: int, ready: float) -> None:
-        """Use the wait until `ready` for weight gradients."""
+        """Use the time until `ready` for weight gradients."""
         while self._pending(s):
             took = self.prices.weight_ms[s][self.weights[s]]
             gap = ready - self.clock[s]

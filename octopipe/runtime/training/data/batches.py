@@ -30,10 +30,10 @@ __all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "mi
 def micro_batches(
     source: Source, first: int, count: int, size: int, items: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Inputs and targets of `count` micro-batches of `size` samples, from sample `first` on.
+    """Inputs and targets of `count` micro-batches of `size` samples, beginning with sample `first`.
 
-    Without marks both are tensors. With marks a target is a dict of `labels` and `items` (see the module), and an input
-    a dict with `position_ids` where documents are told apart.
+    Without marks, both are tensors. With marks, a target is a dict of `labels` and `items` (see the module), and an
+    input is a dict with `position_ids` if documents are masked from each other.
     """
     inputs: list[Any] = []
     targets: list[Any] = []
@@ -56,7 +56,7 @@ def micro_batches(
 
 
 def counted_targets(source: Source, first: int, count: int) -> int | None:
-    """Targets that count in `count` samples; None for a source without marks."""
+    """The number of targets that count in `count` samples; None for a source without marks."""
     total = 0
     for number in range(first, first + count):
         marks = source.marks(number)
@@ -71,9 +71,9 @@ def length_micro_batches(
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Inputs, and (targets, weight), of micro-batches of sequences of different length.
 
-    Sequence i of the step is sample `first + i`, cut to its length; shorter ones are padded behind, where no causal
-    layer sees it. Weights make the mean over micro-batches and pipelines of the micro-batches' mean losses the mean
-    over all tokens of the step.
+    Sequence i of the step is sample `first + i`, cut to its length. Shorter sequences are padded at the end, where no
+    causal layer sees the padding. With the weights, the mean over micro-batches and pipelines of the micro-batches'
+    mean losses is the mean over all tokens of the step.
     """
     inputs: list[Tensor] = []
     targets: list[tuple[Tensor, Tensor]] = []
@@ -93,7 +93,8 @@ def length_micro_batches(
 
 
 class StepLoss:
-    """The loss of any target made here: next tokens, (next tokens, weight), or a dict of `labels` and `items`.
+    """The loss of any target that this module creates: next tokens, (next tokens, weight), or a dict of `labels` and
+    `items`.
 
     `shifted`: the loss of a transformers model, which divides by a number of items itself and adds its routers' loss.
     """
@@ -102,7 +103,7 @@ class StepLoss:
         self._loss, self._shifted = loss, shifted
 
     def of_shards(self) -> StepLossOfShards:
-        """The same made of the shards of a cut head."""
+        """The same loss, computed from the shards of a split head."""
         return StepLossOfShards(cut_loss(self._loss), shifted=self._shifted)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -115,7 +116,7 @@ class StepLoss:
         if self._shifted:
             # An evaluation is about tokens alone: what balances routers is part of training.
             if target.get("tokens_alone") and getattr(self._loss, "in_training_alone", False):
-                return output.new_zeros(())  # type: ignore[no-any-return]
+                return output.new_zeros(())
             output = output[0] if target.get("tokens_alone") and isinstance(output, tuple) else output
             return self._loss(output, {"shift_labels": labels, "num_items_in_batch": items})
         value = self._loss(output, labels)
@@ -123,7 +124,7 @@ class StepLoss:
 
 
 def step_loss(loss: Callable[..., Tensor] | PathLosses, *, shifted: bool) -> StepLoss | PathLosses:
-    """The loss of a run: `StepLoss`, of every layer that ends a path."""
+    """The loss of a run: a `StepLoss` for every layer that ends a path."""
     if isinstance(loss, PathLosses):
         return loss.each(lambda one: StepLoss(one, shifted=shifted))
     return StepLoss(loss, shifted=shifted)

@@ -29,7 +29,7 @@ MOST_PIECES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Tokens in a row and what is known about them."""
+    """Consecutive tokens, with what is known about them."""
 
     where: str
     """The file or folder, as an error line names it."""
@@ -52,7 +52,8 @@ class Corpus:
         return None if self.starts is None else int(self.starts.size)
 
     def fingerprint(self) -> str:
-        """Of type, size and pieces spread over the whole: equal for a copy of the file under another name."""
+        """A digest of the type, the size and pieces spread over the whole corpus: equal for a copy of the file with
+        another name."""
         digest = hashlib.sha256(f"{self.tokens.dtype.str} {self.tokens.shape[0]}".encode())
         for first in spread(self.tokens.shape[0], 1 << 15, 32):
             digest.update(np.ascontiguousarray(self.tokens[first : first + (1 << 15)]).tobytes())
@@ -62,12 +63,12 @@ class Corpus:
         return digest.hexdigest()[:16]
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raise for the first id outside of the vocabulary, before anything is trained."""
+        """Raise an error for the first id outside the vocabulary, before anything is trained."""
         for first in spread(self.tokens.shape[0], PIECE, MOST_PIECES):
             self.check(self.tokens[first : first + PIECE], first, vocab)
 
     def check(self, piece: Row, first: int, vocab: int) -> None:
-        """Raise for an id of a piece that starts at token `first`."""
+        """Raise an error for an id outside the vocabulary in a piece that starts at token `first`."""
         if piece.size and (piece.min() < 0 or piece.max() >= vocab):
             bad = first + int(np.flatnonzero((piece < 0) | (piece >= vocab))[0])
             raise OctoPipeError(
@@ -76,7 +77,7 @@ class Corpus:
             )
 
     def place(self, token: int) -> str:
-        """Where a token is, in the reader's own terms."""
+        """The position of a token in the terms of the file's format."""
         if self.starts is None or self.places == "position":
             return f"position {token}"
         document = int(np.searchsorted(self.starts, token, "right")) - 1
@@ -84,16 +85,16 @@ class Corpus:
 
 
 def spread(size: int, piece: int, most: int) -> range | list[int]:
-    """Where pieces begin: all of them, or some from the first to the last."""
+    """The starts of pieces: of all of them, or of some from the first to the last."""
     if size <= piece * most:
         return range(0, size, piece)
     return sorted({round(k * (size - piece) / (most - 1)) for k in range(most)})
 
 
 class Windows:
-    """The samples of a corpus. Every pass over them takes another order, which depends on the seed alone.
+    """The samples of a corpus. Every pass over them has another order, which depends only on the seed.
 
-    `apart`: documents of one sample do not see each other, and no document's first token is a target.
+    `apart`: documents of one sample are masked from each other, and no document's first token is a target.
     """
 
     def __init__(self, corpus: Corpus, *, vocab: int, seq: int, seed: int, apart: bool = False, shuffle: bool = True):
@@ -111,7 +112,7 @@ class Windows:
         self.windows = int(self._first.size)
 
     def _keep_what_counts(self) -> None:
-        """A sample without a single target that counts teaches nothing, and has no mean loss."""
+        """Drop samples without a target that counts, because they have no mean loss."""
         stop = self._first + (self.seq + 1 if self._length is None else self._length)
         counts = self._targets_before(stop) - self._targets_before(self._first + 1)
         self._first = self._first[counts > 0]
@@ -122,7 +123,7 @@ class Windows:
             )
 
     def _targets_before(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens before each of these count as targets."""
+        """The number of tokens before each of these that count as targets."""
         corpus = self.corpus
         if corpus.counted is None:
             assert corpus.starts is not None
@@ -133,7 +134,7 @@ class Windows:
         return np.concatenate([[0], np.cumsum(good, dtype=np.int64)])[tokens]
 
     def _window(self, number: int) -> tuple[int, int]:
-        """First token and length of a sample."""
+        """The first token and the length of a sample."""
         lap, at = divmod(number, self.windows)
         k = shuffled(at, self.windows, self.seed + lap) if self._shuffle else at
         return int(self._first[k]), self.seq + 1 if self._length is None else int(self._length[k])
@@ -189,7 +190,8 @@ def _stream(corpus: Corpus, seq: int) -> NDArray[np.int64]:
 
 
 def _whole_documents(corpus: Corpus, seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Neighbours put into one window while they fit; how many documents are cut because they alone do not."""
+    """Put neighbouring documents into one window as long as they fit; also returns how many documents are longer than a
+    window and are cut."""
     assert corpus.starts is not None
     edges = [*corpus.starts.tolist(), int(corpus.tokens.shape[0])]
     firsts: list[int] = []

@@ -31,7 +31,7 @@ def is_dataset(path: str | os.PathLike[str]) -> bool:
 
 
 def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
-    """The columns to read; raises for a folder that is no dataset. Reads no rows."""
+    """The columns to read; raises an error for a folder that is not a dataset. Reads no rows."""
     home, where = Path(path), shown(path)
     if (home / "dataset_dict.json").is_file():
         splits = sorted(p.name for p in home.iterdir() if p.is_dir())
@@ -48,7 +48,7 @@ def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
 
 
 def read_dataset(path: str | os.PathLike[str], tokenizer: Tokenizer | None, *, key: str, tell: Tell) -> Corpus:
-    """The dataset's rows as documents; a tokenizer is needed where it has text alone."""
+    """The rows of the dataset as documents; a tokenizer is needed if it contains only text."""
     fields, where = look(path, key), shown(path)
     rows = _loaded(path)
     by_ids = fields[0] == "input_ids"
@@ -77,7 +77,7 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: Tokenizer | None, *, k
 
 
 def _ready(rows: Any, fields: tuple[str, ...], where: str) -> Iterator[Document]:
-    """Rows that hold ids already; labels of -100 do not count."""
+    """Rows that already contain ids; labels of -100 do not count."""
     for number, row in _numbered(rows, fields):
         ids = row["input_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):

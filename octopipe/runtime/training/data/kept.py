@@ -35,7 +35,7 @@ TOLD_EVERY = 20_000
 
 
 class Document(NamedTuple):
-    """One document's ids; `counted`: whether predicting each of them counts (None: every one)."""
+    """The ids of one document; `counted`: which of them count as targets (None: all)."""
 
     ids: list[int]
     counted: list[bool] | None = None
@@ -51,7 +51,7 @@ def kept_corpus(
     tell: Tell,
     notes: tuple[str, ...] = (),
 ) -> Corpus:
-    """The corpus of this identity, made if it is not there yet; other processes of this host wait meanwhile."""
+    """The corpus of this identity, created if it does not exist; other processes of this host wait meanwhile."""
     key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:32]
     base = cache_folder()
     if base is None:
@@ -74,7 +74,7 @@ def kept_corpus(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process of this host at a time."""
+    """A context that only one process of this host is in at a time."""
     try:
         import fcntl
     except ModuleNotFoundError:  # no such locks on this system: the last writer wins, with equal files

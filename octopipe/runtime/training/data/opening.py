@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How files of data are read."""
+    """The options for reading data files."""
 
     tokenizer: str | None = None
     """A tokenizer.json, or a model's folder with one."""
@@ -42,11 +42,11 @@ class Reading:
 
 
 def _silent(_: str) -> None:
-    """Nobody listens."""
+    """Ignores every report."""
 
 
 def look(path: str, reading: Reading) -> None:
-    """Raise for what is wrong with the data, before anything that takes time."""
+    """Raise an error for everything that is wrong with the data, before anything that takes time."""
     if not os.path.lexists(path) and megatron_file.paths_of(path) is None:
         raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
     if text.is_text(path):
@@ -69,7 +69,7 @@ def look(path: str, reading: Reading) -> None:
 
 
 def read(path: str, reading: Reading, *, vocab: int, tell: Tell = _silent) -> Corpus:
-    """The corpus at a path, every id inside the vocabulary as far as it was looked at."""
+    """The corpus at a path; the ids that were looked at are inside the vocabulary."""
     look(path, reading)
     if text.is_text(path):
         tokenizer = _tokenizer(path, reading)
@@ -98,8 +98,8 @@ def open_source(
     tell: Tell = _silent,
     form: InputForm | None = None,
 ) -> Source:
-    """The samples at a path, or synthetic ones without a path. `form`: what a model with a tower or an encoder takes
-    beside tokens."""
+    """The samples at a path, or synthetic samples without a path. `form`: the inputs of a model with a tower or an
+    encoder."""
     if path is None:
         return SyntheticTokens(vocab=vocab, seq=seq, seed=seed)
     check_form(path, form)
@@ -110,7 +110,7 @@ def open_source(
 
 
 def check_form(path: str, form: InputForm | None) -> None:
-    """Raise where the data is of another kind than the model's."""
+    """Raise an error if the data is of another kind than the model's inputs."""
     if form is None and is_samples(path):
         raise OctoPipeError(f"{shown(path)} holds samples for models with a tower or an encoder; give tokens or text")
     if form is None or is_samples(path):

@@ -23,7 +23,7 @@ AT_ONCE = 512
 
 
 def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """The fields to read, by a first record: `key`, or prompt and completion."""
+    """The fields to read, according to a first record: `key`, or prompt and completion."""
     if key in record:
         return (key,)
     if all(name in record for name in PAIR):
@@ -36,7 +36,7 @@ def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
 
 
 def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """A record's texts, or one line that names the record."""
+    """The texts of a record; raises a one-line error that names the record."""
     if not isinstance(record, Mapping):
         raise OctoPipeError(f"{where}: not an object with {' and '.join(fields)}")
     for name in fields:
@@ -50,7 +50,7 @@ def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...
 
 
 def documents_of(texts: Iterable[tuple[str, ...]], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Every record's tokens."""
+    """The tokens of every record."""
     end = [] if tokenizer.end is None else [tokenizer.end]
     rows = iter(texts)
     while chunk := list(itertools.islice(rows, AT_ONCE)):

@@ -101,7 +101,7 @@ class Samples:
         return found
 
     def _labelled(self, number: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The sample with `labels` that stand where their logits do."""
+        """The sample with `labels` at the positions of their logits."""
         found = self.read(number)
         where = shown(self._files[self._file(number)])
         labels = found.get("labels")
@@ -124,14 +124,14 @@ class Samples:
         return found
 
     def counted(self, number: int) -> int:
-        """Targets of a sample that count."""
+        """The number of targets of a sample that count."""
         file = self._file(number)
         if file not in self._lengths:
             self._lengths[file] = int((self._labelled(number)["labels"] != IGNORED).sum())
         return self._lengths[file]
 
     def micro_batch(self, numbers: Sequence[int], *, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs, and the next tokens where they count, of the samples together."""
+        """The inputs of these samples together, and the next tokens at the positions where they count."""
         import torch
 
         found = [self._labelled(number) for number in numbers]

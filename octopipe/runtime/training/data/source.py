@@ -18,7 +18,7 @@ _ROUNDS = 4
 
 
 class Marks(NamedTuple):
-    """What is known about a sample beside its tokens; arrays have one value per input token."""
+    """What is known about a sample besides its tokens; arrays have one value per input token."""
 
     counted: NDArray[np.bool_]
     """Whether the target (the next token) counts in the loss."""
@@ -27,19 +27,19 @@ class Marks(NamedTuple):
 
 
 class Source(Protocol):
-    """Anything with numbered samples of seq + 1 tokens."""
+    """The interface of numbered samples of seq + 1 tokens."""
 
     def sample(self, number: int) -> Tokens: ...
 
     def marks(self, number: int) -> Marks | None:
-        """None for every sample of a source whose targets all count and whose documents are not told apart."""
+        """None for every sample if all targets of the source count and its documents are not masked from each other."""
 
     def about(self) -> dict[str, object]:
-        """What makes it this source and no other, for a checkpoint."""
+        """The identity of this source, which a checkpoint records."""
 
 
 def shuffled(at: int, count: int, seed: int) -> int:
-    """Where position `at` of 0 .. count-1 goes in a shuffle that needs no memory.
+    """The position of item `at` of 0 .. count-1 in a shuffle that needs no memory.
 
     >>> sorted(shuffled(i, 10, seed=3) for i in range(10)) == list(range(10))
     True

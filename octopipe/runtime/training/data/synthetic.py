@@ -16,10 +16,10 @@ from octopipe.runtime.training.data.source import Marks, Tokens
 
 
 class SyntheticTokens:
-    """Most words have one likely successor.
+    """Synthetic text in which most tokens have one likely successor.
 
-    From word w the next one is `successor[w]` nine times out of ten, otherwise one of the 64 most frequent words.
-    So the loss can fall from log(vocab) to about 0.75, and does so within tens of steps.
+    After token w comes `successor[w]` nine times out of ten, otherwise one of the 64 most frequent tokens. The loss can
+    therefore fall from log(vocab) to about 0.75, and does so within tens of steps.
     """
 
     def __init__(self, *, vocab: int, seq: int, seed: int, noise: float = 0.1):

@@ -31,7 +31,7 @@ def is_text(path: str | os.PathLike[str]) -> bool:
 
 
 def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
-    """The fields to read, by the first record; raises for what is wrong so far. Takes no time."""
+    """The fields to read, according to the first record; raises an error for what is wrong so far. Takes no time."""
     for number, record in _records(path):
         where = f"{shown(path)} line {number}"
         if not isinstance(record, dict):
@@ -43,7 +43,7 @@ def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
 
 
 def read_text(path: str | os.PathLike[str], tokenizer: Tokenizer, *, key: str, tell: Tell) -> Corpus:
-    """The file's documents as tokens: made once, kept in the cache folder."""
+    """The documents of the file as tokens, which are computed once and kept in the cache folder."""
     fields, where = look(path, key), shown(path)
     info = os.stat(path)
     identity = [os.path.realpath(path), info.st_size, info.st_mtime_ns, tokenizer.fingerprint, list(fields)]
@@ -65,7 +65,7 @@ def read_text(path: str | os.PathLike[str], tokenizer: Tokenizer, *, key: str, t
 
 
 def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """Number and value of every line that is not blank."""
+    """The number and value of every line that is not blank."""
     where = shown(path)
     decode = msgspec.json.Decoder().decode
     try:
@@ -87,7 +87,7 @@ def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _fault(line: bytes, error: Exception) -> str:
-    """What is wrong with a line that is no JSON value, with the mend."""
+    """What is wrong with a line that is not a JSON value, and how to fix it."""
     try:
         line.decode()
     except UnicodeError:

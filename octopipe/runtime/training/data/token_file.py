@@ -28,7 +28,7 @@ _TRIED = ("uint16", "int32", "int64")
 
 
 class TokenFile(Windows):
-    """The samples of a `.npy` or `.bin`."""
+    """The samples of a `.npy` or `.bin` file."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, vocab: int, seq: int, seed: int, dtype: str | None = None
@@ -39,7 +39,7 @@ class TokenFile(Windows):
 
 
 def look(path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Raise for whatever is wrong with the file and needs no model to be seen; takes no time."""
+    """Raise an error for everything that is wrong with the file and can be seen without the model; takes no time."""
     where = shown(path)
     if Path(path).suffix == ".npy":
         _npy(Path(path), where, dtype)
@@ -48,7 +48,7 @@ def look(path: str | os.PathLike[str], dtype: str | None = None) -> None:
 
 
 def read_tokens(path: str | os.PathLike[str], *, vocab: int, dtype: str | None = None) -> Corpus:
-    """The file's tokens, mapped."""
+    """The tokens of the file, memory-mapped."""
     where = shown(path)
     if Path(path).suffix == ".npy":
         return Corpus(where=where, kind="npy", tokens=_npy(Path(path), where, dtype))
@@ -110,7 +110,7 @@ def _found(path: Path, where: str, vocab: int) -> Row:
 
 
 def _outside(tokens: Row, vocab: int) -> int | None:
-    """The first position, of those looked at, with an id outside of the vocabulary."""
+    """The first position, among those looked at, whose id is outside the vocabulary."""
     for first in spread(tokens.shape[0], PIECE, MOST_PIECES):
         piece = tokens[first : first + PIECE]
         if piece.min() < 0 or piece.max() >= vocab:

@@ -52,7 +52,8 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(identity + f" end {self.end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Ids of every text; `special`: with what the tokenizer itself puts around a text (a first token, say)."""
+        """The ids of every text; `special`: with the tokens that the tokenizer itself adds around a text (a first
+        token, for example)."""
         if self._fast is not None:
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=special)]
         return [list(self._slow.encode(text, add_special_tokens=special)) for text in texts]
@@ -64,7 +65,7 @@ class Tokenizer:
         if self._fast is not None:
             found = self._fast.token_to_id(token)
             return None if found is None else int(found)
-        return self._slow.get_vocab().get(token)  # type: ignore[no-any-return]
+        return self._slow.get_vocab().get(token)
 
     def _end(self, folder: Path) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):

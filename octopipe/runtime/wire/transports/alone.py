@@ -9,7 +9,7 @@ from octopipe.runtime.wire.transports.base import TransferError, Transport
 
 
 class NoTransport(Transport):
-    """Every call is a mistake: a plan of one rank has no transfers."""
+    """Every call is an error, because a plan for one rank has no transfers."""
 
     name = "none"
 

@@ -28,7 +28,7 @@ from octopipe.runtime.wire.transports.shared import Address, forget, make_shared
 
 
 class Arenas:
-    """What one process has made and seen, until `close`."""
+    """The shared memory that one process has created and opened, until `close`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -50,13 +50,14 @@ class Arenas:
         return lane
 
     def counter(self) -> Tensor:
-        """A 32-bit zero that lanes write and wait for."""
+        """A 32-bit zero that lanes can write and wait for."""
         if self._driver is None:
             return self.host_zeros((1,), torch.int32)
         return self._device_zeros((1,), torch.int32)
 
     def arena(self, shape: tuple[int, int]) -> Tensor:
-        """Chunks of bytes in host memory that the copy engines reach; on the device where there is too little of it."""
+        """Chunks of bytes in host memory that the copy engines can access; on the device if there is too little host
+        memory."""
         if self._driver is not None:
             with contextlib.suppress(OSError):
                 memory = self.host_zeros(shape, torch.uint8)
@@ -70,7 +71,7 @@ class Arenas:
         return self.host_zeros(shape, torch.uint8)
 
     def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros in memory that other processes can open; raises OSError where there is no room for them."""
+        """Zeros in memory that other processes can open; raises OSError if there is not enough memory."""
         nbytes = dtype.itemsize * math.prod(shape)
         file, address = make_shared(nbytes, reserve=nbytes)
         tensor = _mapped(file, shape, dtype)
@@ -89,7 +90,7 @@ class Arenas:
         return memory
 
     def show(self, tensor: Tensor) -> Any:
-        """What another process needs to see this memory: numbers and bytes, nothing that it would call."""
+        """A description of this memory for another process: numbers and bytes, nothing that the process would call."""
         if tensor.device.type == "cpu":
             return self._files[tensor.data_ptr()][1], tuple(tensor.shape), tensor.dtype
         from torch.multiprocessing.reductions import reduce_tensor
@@ -98,7 +99,7 @@ class Arenas:
         return [tuple(size), tuple(stride), offset, others]
 
     def see(self, shown: Any) -> Tensor:
-        """Another process's arena or counter."""
+        """The arena or counter of another process."""
         if isinstance(shown, tuple):
             memory = self.see_host(shown)
             return memory if self._driver is None else self._pin(memory)
@@ -109,7 +110,7 @@ class Arenas:
         return rebuild_cuda_tensor(torch.Tensor, size, stride, offset, TypedStorage, *others)
 
     def see_host(self, shown: tuple[Address, tuple[int, ...], torch.dtype]) -> Tensor:
-        """Another process's memory that only hosts look at."""
+        """Memory of another process that only hosts access."""
         address, shape, dtype = shown
         try:
             file = open_shared(address)
@@ -123,7 +124,7 @@ class Arenas:
             os.close(file)
 
     def all_seen(self) -> None:
-        """Everybody has opened what was shown: no further process can."""
+        """Record that all processes have opened what was described to them, so that no further process can."""
         for file, address in self._files.values():
             os.close(file)
             forget(address.path)

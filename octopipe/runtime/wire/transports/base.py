@@ -16,7 +16,7 @@ from octopipe.runtime.slots import RankProgram, Slot
 
 
 class TransferError(OctoPipeError):
-    """A transfer timed out or its peer is gone. The executor adds what every other rank was doing."""
+    """A transfer timed out, or its peer is gone. The executor adds what every other rank was doing."""
 
     def __init__(self, slot: Slot, reason: str):
         self.slot, self.reason = slot, reason
@@ -24,10 +24,11 @@ class TransferError(OctoPipeError):
 
 
 class Transport(ABC):
-    """Moves the tensors of slots. One object serves one pipeline; calls come from one thread.
+    """Moves the tensors of slots. One object serves one pipeline; all calls come from one thread.
 
-    The executor calls, for a forward slot, `post` (receiver) and `send_forward`, then `take_forward`; for a
-    gradient slot `post`, `send_gradient`, `take_gradient`. `release` says that a send was certainly received.
+    For a forward slot, the executor calls `post` (on the receiver) and `send_forward`, then `take_forward`; for a
+    gradient slot `post`, `send_gradient` and `take_gradient`. `release` states that a sent tensor has certainly been
+    received.
     """
 
     name = ""
@@ -37,14 +38,15 @@ class Transport(ABC):
     """The slot the host is blocked on right now; a watchdog reads it."""
 
     def open(self, program: RankProgram) -> None:  # noqa: B027
-        """Make ready for the slots of this program (collective over the pipeline's ranks)."""
+        """Prepare for the slots of this program (collective over the pipeline's ranks)."""
 
     def begin_step(self) -> None:  # noqa: B027
-        """A training step starts."""
+        """Called when a training step starts."""
 
     @abstractmethod
     def post(self, slot: Slot) -> None:
-        """Be ready to receive. Unless `ordered`, a gradient is posted after its forward message was sent."""
+        """Prepare to receive. Unless the transport is `ordered`, a gradient is posted after its forward message was
+        sent."""
 
     @abstractmethod
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:
@@ -52,40 +54,40 @@ class Transport(ABC):
 
     @abstractmethod
     def take_forward(self, slot: Slot) -> tuple[Any, Any]:
-        """Wait for a posted output: the value and its `Spec`."""
+        """Wait for an output that was posted; returns the value and its `Spec`."""
 
     @abstractmethod
     def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
-        """Send the gradients of the tensors that asked for one."""
+        """Send the gradients of the tensors that requested one."""
 
     @abstractmethod
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
-        """Wait for posted gradients: one entry per leaf of the output."""
+        """Wait for gradients that were posted; returns one entry per leaf of the output."""
 
     @abstractmethod
     def release(self, slot: Slot) -> None:
-        """Let go of a sent tensor."""
+        """Release a tensor that was sent."""
 
     def sent(self) -> Sequence[Any]:
-        """CUDA events after which everything sent so far is out of the device's copy engines; none where sends do not
+        """CUDA events after which the device's copy engines have finished everything sent so far; empty if sends do not
         use them."""
         return ()
 
     def end_step(self) -> None:  # noqa: B027
-        """All slots are released."""
+        """Called when all slots have been released."""
 
     def dead(self) -> Collection[int]:
-        """Ranks known to have died, of those that something is received from. Asked from another thread."""
+        """Ranks that are known to have died, among those that send to this rank. Called from another thread."""
         return ()
 
     def abandon(self) -> None:  # noqa: B027
-        """A step broke off here: let those who wait for this rank know, where that is possible."""
+        """Called when a step was interrupted here: informs the ranks that wait for this one, if that is possible."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what is held outside this process."""
+        """Release everything that is held outside this process."""
 
 
 def spread(wanted: Sequence[bool], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients as one entry per leaf, None where none was asked for."""
+    """Gradients as one entry per leaf, None for leaves that requested none."""
     it = iter(tensors)
     return [next(it) if flag else None for flag in wanted]

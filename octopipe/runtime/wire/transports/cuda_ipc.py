@@ -32,7 +32,7 @@ CHUNKS = 16
 
 
 class IpcTransport(OrderedTransport):
-    """See the module. On a CPU device the same rings lie in shared files."""
+    """See the module. On a CPU, the same rings are in shared files."""
 
     name = "cuda_ipc"
 
@@ -83,7 +83,7 @@ class IpcTransport(OrderedTransport):
         return buffer, self._rings.receivers[slot.peer].receive(buffer, lambda lane: self._arriving(slot, lane))
 
     def _arriving(self, slot: Slot, lane: Lane) -> None:
-        """Called when everything that brings a body has been queued on its lane."""
+        """Called when all copies of a body have been queued on its lane."""
 
     def sent(self) -> Sequence[Any]:
         return [event for ring in self._rings.senders.values() for event in ring.lane.events()]

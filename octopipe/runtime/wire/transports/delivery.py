@@ -27,7 +27,7 @@ from octopipe.runtime.wire.transports.mail import BODIES_BYTES, Box, Mail
 
 
 class End:
-    """What the transport keeps for one slot."""
+    """The data that the transport keeps for one end of one transfer."""
 
     __slots__ = (
         "bodies", "box", "expected", "fixed", "flags", "head", "kept", "length", "memory", "message", "parts",
@@ -58,7 +58,7 @@ class End:
             self.new_head()
 
     def flags_for(self, count: int) -> int:
-        """Where a word about so many gradients may arrive."""
+        """A buffer for the flags of this number of gradients."""
         if self.flags is None or len(self.flags) < count:
             self.flags = (ctypes.c_ubyte * max(count, 1))()
         return ctypes.addressof(self.flags)
@@ -76,9 +76,9 @@ class End:
 
 
 class Delivery:
-    """One transport's ways between hosts. `owner.waiting` names the slot it stands still for.
+    """The connections of one transport between hosts. `owner.waiting` is the slot that it currently waits for.
 
-    `inline`: tensors may lie beside headers: they are the host's.
+    `inline`: tensors may be stored beside headers, because they are in host memory.
     """
 
     def __init__(self, owner: Transport, world: World, *, inline: bool, timeout_s: float):
@@ -91,7 +91,7 @@ class Delivery:
         """Called before something is waited for; may return before it is there."""
 
     def open(self, slots: Sequence[Slot]) -> None:
-        """Make both ends of every transfer (collective)."""
+        """Create both ends of every transfer (collective)."""
         boxes = self._mail.open(self.control, slots, HEAD_BYTES, self._timeout_s)
         most = max((slot.number for slot in slots), default=-1) + 1
         first_tag = self._world.new_tags(4 * max(self._world.gather(most)))
@@ -116,7 +116,7 @@ class Delivery:
         self._owner.waiting = None
 
     def receive(self, slot: Slot, buffer: Tensor, tag: int) -> None:
-        """Wait for a message that was not posted before. Where the peer is gone already, posting fails by itself."""
+        """Wait for a message that was not posted before. If the peer is already gone, posting fails by itself."""
         try:
             work = self.control.recv([buffer], slot.peer, tag)
         except RuntimeError as error:
@@ -126,7 +126,7 @@ class Delivery:
     # -- headers ---------------------------------------------------------------------------------------
 
     def send_header(self, slot: Slot) -> None:
-        """Send what lies in the end's `head`, alone."""
+        """Send only the header that is in the end's `head`."""
         end: End = slot.state
         if end.box is not None:
             end.box.put(end.pointer, end.length)
@@ -142,7 +142,7 @@ class Delivery:
             end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
 
     def send_text(self, slot: Slot, spec: Spec) -> None:
-        """Send a description too long for a header."""
+        """Send a description that is too long for a header."""
         end: End = slot.state
         text = torch.frombuffer(bytearray(spec.text), dtype=torch.uint8)
         end.works.append(self.control.send([text], slot.peer, end.tag + 2))
@@ -156,7 +156,7 @@ class Delivery:
     # -- which gradients there are -----------------------------------------------------------------------
 
     def send_flags(self, slot: Slot, flags: Sequence[bool]) -> None:
-        """Say which of the gradients that were asked for there are."""
+        """Send which of the requested gradients exist."""
         end: End = slot.state
         text = torch.tensor(flags, dtype=torch.uint8)
         if self._by_box(end, len(flags)):
@@ -176,25 +176,25 @@ class Delivery:
         return [bool(flag) for flag in text.tolist()]
 
     def _by_box(self, end: End, nbytes: int) -> bool:
-        """Whether a gradient's box is free for this: it may hold the gradients themselves."""
+        """Whether the box of a gradient is free for this message; it may contain the gradients themselves."""
         return end.box is not None and not self._inline and nbytes <= HEAD_BYTES
 
     # -- host tensors ----------------------------------------------------------------------------------
 
     def by_mail(self, end: End, nbytes: int) -> Box | None:
-        """The box beside which tensors of so many bytes, padded, lie in shared memory if there is room."""
+        """The box beside which tensors of these sizes, padded, are stored in shared memory if there is space."""
         return end.box if self._inline and 0 < nbytes <= BODIES_BYTES else None
 
     def gradient_box(self, end: End, count: int) -> Box | None:
-        """The box of a slot's gradients, where both ends are of one host and the gradients the host's."""
+        """The box for the gradients of a slot, if both ends are on one host and the gradients are in host memory."""
         return end.box if self._inline and count <= HEAD_BYTES else None
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether tensors of these sizes lie in shared memory, if there is room."""
+        """Whether tensors of these sizes are stored in shared memory, if there is space."""
         return sum(padded(nbytes) for nbytes in sizes) <= BODIES_BYTES
 
     def from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor]:
-        """The tensors of a message that has come and has not been `done`."""
+        """The tensors of a message that has arrived and is not `done` yet."""
         if not box.bodies:
             return [self.take_late(slot, leaf) for leaf in leaves]
         tensors, at = [], box.bodies
@@ -207,7 +207,7 @@ class Delivery:
         return tensors
 
     def send_late(self, slot: Slot, tensor: Tensor) -> None:
-        """Send a tensor that the receiver did not expect, over the hosts."""
+        """Send a tensor that the receiver did not expect, from host to host."""
         end: End = slot.state
         host = tensor.cpu()
         end.works.append(self.control.send([host], slot.peer, end.tag + 3))
@@ -220,7 +220,7 @@ class Delivery:
         return host
 
     def room(self, end: End, leaf: Leaf) -> Tensor:
-        """Where a small tensor may arrive: the same memory again where nobody holds what came last."""
+        """A buffer for a small tensor: the previous memory again if nobody holds the tensor that arrived there last."""
         kept = end.kept
         if kept is None or kept[0] is not leaf or not kept[1].is_free():
             kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
@@ -228,12 +228,12 @@ class Delivery:
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Tensors as a box takes them: address, bytes, bytes with padding."""
+    """Tensors in the form that a box takes: address, bytes, bytes with padding."""
     return [(t.data_ptr(), t.nbytes, padded(t.nbytes)) for t in tensors]
 
 
 def reason(error: RuntimeError) -> str:
-    """Why a transfer failed, in a few words."""
+    """The reason why a transfer failed, in a few words."""
     text = " ".join(str(error).split())
     small = text.lower()
     if "timed out" in small or "timeout" in small:

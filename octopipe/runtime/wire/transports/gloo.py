@@ -18,7 +18,7 @@ from octopipe.runtime.wire.transports.headed import HeadedTransport
 
 
 class GlooTransport(HeadedTransport):
-    """Bodies go over the same group as headers, straight from and into the tensors' memory."""
+    """Bodies use the same group as headers, directly from and into the tensors' memory."""
 
     name = "gloo"
     inline = True

@@ -45,7 +45,7 @@ from octopipe.runtime.wire.transports.mail import Box
 
 
 class HeadedTransport(Transport):
-    """See the module. A subclass moves bodies: `_send_body` and `_post_body` return something with `wait`."""
+    """See the module. A subclass moves the bodies: `_send_body` and `_post_body` return an object with `wait`."""
 
     inline = False
     """Whether tensors may ride in the header or lie beside it: they must be the host's."""
@@ -75,18 +75,18 @@ class HeadedTransport(Transport):
 
     @abstractmethod
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
-        """Room for a tensor that the sender knows to be expected, and the receive into it."""
+        """A buffer for a tensor that the sender knows to be expected, and the receive into it."""
 
     @abstractmethod
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
-        """Complete a receive that was posted on a wrong guess."""
+        """Complete a receive that was posted on a wrong assumption."""
 
     def _ready(self, tensor: Tensor) -> Tensor:
-        """The tensor as bodies want it: contiguous, on the transport's device."""
+        """The tensor in the form that bodies need: contiguous, on the transport's device."""
         return tensor.contiguous()
 
     def _arrived_late(self, tensor: Tensor) -> Tensor:
-        """A tensor that came over the hosts, as bodies are."""
+        """A tensor that was sent from host to host, in the form of a body."""
         return tensor
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -129,7 +129,8 @@ class HeadedTransport(Transport):
     def _send_bodies(
         self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor], *, late: bool
     ) -> None:
-        """Send these tensors as expected, or late where nobody expects them or will expect their like."""
+        """Send these tensors as bodies if the receiver expects them, otherwise late, from host to host. With `late`,
+        the receiver does not expect such tensors in later steps either."""
         end: End = slot.state
         works = end.works
         guessed = bool(leaves) and not late and _same(end.expected, leaves)
@@ -164,7 +165,8 @@ class HeadedTransport(Transport):
             raise TransferError(slot, reason(error)) from None
 
     def _send_gradients(self, slot: Slot, gradients: list[Tensor | None]) -> None:
-        """As the bodies that the receiver has posted, with a word about which are there where it expects one."""
+        """Send gradients as the bodies that the receiver has posted, with the flags of those that exist if it expects
+        flags."""
         end: End = slot.state
         there = [g is not None for g in gradients]
         if gradients and (self.inline or not end.whole):
@@ -184,7 +186,8 @@ class HeadedTransport(Transport):
                 end.bodies.append(gradient)
 
     def _mail_gradients(self, slot: Slot, box: Box, gradients: list[Tensor | None]) -> None:
-        """Through shared memory, as far as they fit: the message in the box comes first and says which are there."""
+        """Send gradients through shared memory, as far as they fit: the message in the box comes first and states which
+        exist."""
         end: End = slot.state
         leaves = [0 if g is None else g.nbytes for g in gradients] if slot.cell.asked is None else (
             [leaf.nbytes for leaf in slot.cell.asked.asking]
@@ -259,7 +262,7 @@ class HeadedTransport(Transport):
         return torch.empty(leaf.shape, dtype=leaf.dtype)
 
     def _nothing(self, leaf: Leaf) -> Tensor:
-        """What is sent in the place of a gradient that does not exist."""
+        """The tensor that is sent in place of a gradient that does not exist."""
         return self._empty(leaf).zero_()
 
     def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
@@ -344,18 +347,18 @@ class HeadedTransport(Transport):
 
 
 def _rides(sizes: Sequence[int]) -> bool:
-    """Whether gradients of these sizes are a message of their own in a box: one that is small. Where it is missing, the
-    message is empty."""
+    """Whether gradients of these sizes are a message of their own in a box: a single small one is. If it does not
+    exist, the message is empty."""
     return len(sizes) == 1 and 0 < sizes[0] <= HEAD_BYTES
 
 
 def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:
-    """Whether buffers made for `guess` hold `leaves`."""
+    """Whether the buffers that were allocated for `guess` fit `leaves`."""
     return guess is leaves or [x.nbytes for x in guess] == [x.nbytes for x in leaves]
 
 
 def _as(tensor: Tensor, leaf: Leaf) -> Tensor:
-    """A buffer's bytes as another dtype and shape of the same size."""
+    """The bytes of a buffer as another dtype and shape of the same size."""
     if tensor.dtype is leaf.dtype:
         return tensor.view(leaf.shape)
     return tensor.view(-1).view(torch.uint8).view(leaf.dtype).view(leaf.shape)

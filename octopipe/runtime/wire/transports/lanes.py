@@ -27,15 +27,15 @@ from octopipe.runtime.wire.telling import WireError
 
 
 class Lane(ABC):
-    """In-order work; every method only queues."""
+    """Work that runs in order; every method only queues."""
 
     @abstractmethod
     def now(self) -> Any:
-        """A mark of everything the computation has issued so far, for `after`."""
+        """A marker for everything that the computation has issued so far, for `after`."""
 
     @abstractmethod
     def after(self, mark: Any) -> None:
-        """What follows waits for what was marked."""
+        """Let everything that follows wait for what was marked."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -47,20 +47,20 @@ class Lane(ABC):
 
     @abstractmethod
     def wait(self, flag: Tensor, value: int) -> None:
-        """Go on when the flag has reached the value; values only grow, and may wrap around."""
+        """Continue when the flag has reached the value. Values only grow, and may wrap around."""
 
     @abstractmethod
     def done(self) -> Any:
-        """A handle: its `wait(timeout)` makes the computation wait for what was queued so far, and `over()` says
-        whether that would make the host wait."""
+        """A handle: its `wait(timeout)` makes the computation wait for everything queued so far, and `over()` returns
+        whether it can do so without making the host wait."""
 
     def events(self) -> list[Any]:
-        """An event of the device after everything queued so far; none on the host."""
+        """A CUDA event after everything queued so far; none on the host."""
         return []
 
     @abstractmethod
     def close(self, patience_s: float) -> bool:
-        """Stop; False where something queued has not ended within that time."""
+        """Stop the lane; returns False if something that was queued has not ended within this time."""
 
 
 # -- on the host ---------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class _Done:
 
 
 class HostLane(Lane):
-    """A thread; memory is shared between processes by files."""
+    """A lane that is a thread; processes share memory by files."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -94,7 +94,7 @@ class HostLane(Lane):
             task()
 
     def now(self) -> Any:
-        """The computation is done when it returns: nothing to mark."""
+        """Computation on the host has ended when its call returns, so there is nothing to mark."""
 
     def after(self, mark: Any) -> None:
         """See `now`."""
@@ -157,7 +157,7 @@ class _Event:
 
 
 class CudaLane(Lane):
-    """A stream of its own, with high priority: small copies must not queue behind large kernels."""
+    """A separate stream with high priority, because small copies must not queue behind large kernels."""
 
     def __init__(self, driver: Driver, device: torch.device):
         self._driver, self._device = driver, device

@@ -76,7 +76,7 @@ _slice_at = ctypes.addressof(_slice)
 
 
 class OverflowArea:
-    """Which message lies where in the memory behind the boxes. Only the sender keeps this record."""
+    """Records which message is at which position in the memory behind the boxes. Only the sender keeps this record."""
 
     def __init__(self, file: int, start: int):
         self._file, self._start = file, start
@@ -88,7 +88,7 @@ class OverflowArea:
         """Sizes and places of what is under way, with box and number of the message."""
 
     def find(self, nbytes: int, box: Box, number: int) -> int:
-        """A place for the bodies of this message; 0 where there is no room."""
+        """A position for the bodies of this message; 0 if there is no space."""
         still = []
         for lent in self._lent:
             if lent[2].taken == (lent[3] - 1) & _WORD:  # no later message can be in its box before it is taken
@@ -118,10 +118,10 @@ class OverflowArea:
 
 
 class Shelf:
-    """The boxes from one rank to another: a mapped file. Its first line says whether the sender has closed it."""
+    """The boxes from one rank to another, in a mapped file. Its first line states whether the sender has closed it."""
 
     def __init__(self, boxes: int, room: int, *, at: Address | None = None):
-        """`at`: where the other end has made it; without it, it is made here."""
+        """`at`: the address of the shelf that the other end has created; without it, the shelf is created here."""
         self._stride = LINE + room
         front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
         size = front + OVERFLOW_BYTES
@@ -148,11 +148,11 @@ class Shelf:
         return Box(self, LINE + number * self._stride, timeout_s)
 
     def gone(self) -> bool:
-        """Asked by a receiver: whether the sender has closed the shelf or died."""
+        """Whether the sender has closed the shelf or died (called by a receiver)."""
         return bool(self.words[0]) or self.died()
 
     def died(self) -> bool:
-        """Asked by a receiver: whether the sender died without closing the shelf."""
+        """Whether the sender died without closing the shelf (called by a receiver)."""
         if self.words[0]:
             return False
         try:
@@ -173,7 +173,7 @@ class Shelf:
 
 
 class Box:
-    """One end of one transfer. `wait` is what a transport calls of a posted receive."""
+    """One end of one transfer. A transport calls `wait` for a receive that it has posted."""
 
     __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "length", "number", "pointer")
 
@@ -191,21 +191,22 @@ class Box:
 
     @property
     def taken(self) -> int:
-        """Number of the last message that the receiver needs no more."""
+        """The number of the latest message that the receiver no longer needs."""
         return self._words[self._at + TAKEN]
 
     @property
     def free(self) -> bool:
-        """Asked by the sender: whether the next message can be put without waiting."""
+        """Whether the next message can be put without waiting (called by the sender)."""
         return self.taken == self.number
 
     @property
     def filled(self) -> bool:
-        """Asked by the receiver: whether the next message is there."""
+        """Whether the next message has arrived (called by the receiver)."""
         return self._words[self._at + SENT] == (self.number + 1) & _WORD
 
     def put(self, pointer: int, nbytes: int, bodies: Sequence[tuple[int, int, int]] = ()) -> bool:
-        """Send so many bytes from there, and bodies (address, bytes, bytes of room): False where those found none."""
+        """Send this number of bytes from `pointer`, and bodies (address, bytes, bytes with padding); returns False if
+        there was no space for the bodies."""
         words, at = self._words, self._at
         if words[at + TAKEN] != self.number:
             self._until_taken()
@@ -228,7 +229,7 @@ class Box:
         return place > 0
 
     def wait(self, timeout: object = None) -> None:
-        """Sleep until the next message is there, and copy it to `pointer`; its bodies stay, until `done`."""
+        """Sleep until the next message has arrived, and copy it to `pointer`; its bodies remain until `done`."""
         words, at = self._words, self._at
         number = (self.number + 1) & _WORD
         if words[at + SENT] != number:
@@ -246,7 +247,7 @@ class Box:
             words[at + TAKEN] = number
 
     def done(self) -> None:
-        """The bodies have been copied."""
+        """Record that the bodies have been copied."""
         self.bodies = 0
         fence()  # read before they are noted as taken
         self._words[self._at + TAKEN] = self.number
@@ -265,7 +266,8 @@ class Box:
                 raise WireError("connection closed by peer")
 
     def _until_taken(self) -> None:
-        """The receiver is a whole step behind: only where nothing answers, as in evaluation, do senders get so far."""
+        """Wait until the receiver has taken the previous message. Senders get a whole step ahead only if nothing
+        answers them, as in evaluation."""
         end = time.monotonic() + self._timeout_s
         while self._words[self._at + TAKEN] != self.number:
             if time.monotonic() > end:
@@ -285,9 +287,9 @@ class Mail:
         self._in: dict[int, Shelf] = {}
 
     def open(self, control: Group, slots: Sequence[Slot], room: int, timeout_s: float) -> dict[int, Box]:
-        """Boxes by slot number and end (2 * number, and one more where it sends), for the peers on this host.
+        """Boxes by slot number and end (2 * number, plus one for the sending end), for the peers on this host.
 
-        Collective over the group's ranks. Both ends of a pair number its boxes by the transfers' own numbers.
+        Collective over the group's ranks. Both ends of a pair number its boxes by the numbers of the transfers.
         """
         me = control.rank()
         names: dict[int, Address] = {}
@@ -315,7 +317,7 @@ class Mail:
         return boxes
 
     def dead(self) -> list[int]:
-        """Peers that died, of those that send something to this rank."""
+        """Peers that have died, among those that send to this rank."""
         return [peer for peer, shelf in self._in.items() if shelf.died()]
 
     def close(self) -> None:

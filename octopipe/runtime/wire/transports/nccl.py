@@ -91,7 +91,8 @@ class NcclTransport(OrderedTransport):
 
 
 def _check_connections(queues: int) -> None:
-    """A receive that waits must not stand in one hardware queue with the computation: it would hold it up for ever."""
+    """Reject too few hardware queues: a receive that waits must not share a queue with the computation, which it would
+    block forever."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     given = os.environ.get(name, "")
     if given.isdigit() and int(given) <= queues:
@@ -104,7 +105,7 @@ def _check_connections(queues: int) -> None:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """The variable has this value inside."""
+    """A context in which the environment variable has this value."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

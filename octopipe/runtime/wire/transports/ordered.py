@@ -19,10 +19,10 @@ from octopipe.runtime.wire.transports.headed import HeadedTransport
 
 
 class OrderedTransport(HeadedTransport):
-    """For bodies that travel in in-order queues, one per direction and peer: posts keep the program's order.
+    """For bodies that are sent in in-order queues, one per direction and peer: posts keep the program's order.
 
-    A gradient whose form is not known yet (its forward is not sent) holds back the posts behind it; sending that
-    forward lets them go. Lowering proved that what is waited for never stands behind what cannot come.
+    A gradient whose form is not known yet, because its forward has not been sent, holds back the posts behind it until
+    that forward is sent. Lowering has proven that what is waited for is never queued behind what cannot arrive.
     """
 
     ordered = True

@@ -43,7 +43,7 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 class Proceeds(Protocol):
-    """Has work that can be queued as soon as another host has come far enough."""
+    """The interface of objects with work that can be queued once another host has proceeded far enough."""
 
     def proceed(self) -> None: ...
 
@@ -55,7 +55,7 @@ other."""
 
 
 def register(one: Proceeds) -> None:
-    """From now on `proceed_all` includes it, until `unregister` or until nobody else refers to it."""
+    """Include the object in `proceed_all`, until `unregister` or until nothing else refers to it."""
     _proceeding.add(one)
 
 
@@ -70,7 +70,7 @@ def proceed_all() -> None:
 
 
 def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[], bool]) -> None:
-    """Wait until something holds, while all receives go on; raises where a peer is lost or time is up."""
+    """Wait until a condition holds, while all receives proceed; raises an error if a peer is lost or time is up."""
     began = now = time.monotonic()
     end, look = now + timeout_s, now + LOOK_EVERY_S
     pause = 0.0
@@ -104,7 +104,7 @@ class _RingEnd:
 
 
 class RingSender(_RingEnd):
-    """The end that fills chunks in the other process's arena."""
+    """The end that fills chunks in the arena of the other process."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -112,10 +112,10 @@ class RingSender(_RingEnd):
         """Copies of posted tensors that are not queued yet, in the order of their chunks."""
 
     def post(self, tensor: Tensor) -> Passage:
-        """Like `send`, but the host never waits: chunks for which the arena has no room are queued by `proceed`.
+        """Like `send`, but the host never waits: chunks for which the arena has no space are queued by `proceed`.
 
-        A ring is used with `post` or with `send` and `skip`, not with both. The tensor must not change until the
-        returned passage is over.
+        A ring is used either with `post` or with `send` and `skip`. The tensor must not change until the returned
+        passage is over.
         """
         if not self._pending:
             register(self)
@@ -136,17 +136,17 @@ class RingSender(_RingEnd):
         return passage
 
     def proceed(self) -> None:
-        """Queue the copies of all posted chunks for which the arena has room."""
+        """Queue the copies of all posted chunks for which the arena has space."""
         while self._pending and (self.number < self.chunks or self._queued[FREED] >= self.number + 1 - self.chunks):
             self._pending.popleft()()
 
     def close(self) -> None:
-        """Nothing further is queued."""
+        """Stop queueing."""
         unregister(self)
         self._pending.clear()
 
     def send(self, tensor: Tensor) -> Any:
-        """Queue a contiguous tensor; keep it until the returned handle was waited for."""
+        """Queue a contiguous tensor, which must be kept until the returned handle has been waited for."""
         data = as_bytes(tensor)
         self.lane.after(self.lane.now())
         for start, stop in self._parts(tensor.nbytes):
@@ -156,14 +156,14 @@ class RingSender(_RingEnd):
         return self.lane.done()
 
     def skip(self, nbytes: int) -> Any:
-        """Complete a receive of this size with whatever lies in the chunks."""
+        """Complete a receive of this size with whatever the chunks contain."""
         for _ in self._parts(nbytes):
             self._next()
             self._fill()
         return self.lane.done()
 
     def after_receipt(self) -> Any:
-        """A handle for the moment at which everything sent so far has been copied out."""
+        """A handle for the time at which everything sent so far has been copied out."""
         self._wait_freed(self.number)
         return self.lane.done()
 
@@ -183,7 +183,7 @@ class RingSender(_RingEnd):
 
 
 class Passage:
-    """A receive, or a posted send: queued chunk by chunk as the other end's host comes along."""
+    """A receive, or a send that was posted: queued chunk by chunk as the host of the other end proceeds."""
 
     __slots__ = ("_until", "work")
 
@@ -214,7 +214,7 @@ class RingReceiver(_RingEnd):
         register(self)
 
     def close(self) -> None:
-        """Nothing further is queued."""
+        """Stop queueing."""
         unregister(self)
 
     def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Passage:
@@ -246,12 +246,12 @@ class RingReceiver(_RingEnd):
         return bool(self._pending)
 
     def proceed(self) -> None:
-        """Queue the copies of all chunks whose filling is queued."""
+        """Queue the copies of all chunks that the sender has queued to be filled."""
         while self._pending and self._first <= self._queued[FILLED]:
             self._first += 1
             self._pending.popleft()()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as bytes."""
+    """The memory of a contiguous tensor as bytes."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -17,13 +17,13 @@ from octopipe.runtime.wire.transports.ring import RingReceiver, RingSender, Unti
 
 
 class Rings(NamedTuple):
-    """The ends of rings that this rank holds, by the peer at the other end."""
+    """The ends of rings on this rank, by the peer at the other end."""
 
     senders: dict[int, RingSender]
     receivers: dict[int, RingReceiver]
 
     def close(self) -> None:
-        """Queue nothing further; whoever made the arenas closes them."""
+        """Stop queueing; the creator of the arenas closes them."""
         for receiver in self.receivers.values():
             receiver.close()
         for sender in self.senders.values():
@@ -42,8 +42,9 @@ def open_rings(
 ) -> Rings:
     """A ring to every target and from every source (collective over all ranks that `gather` spans).
 
-    The receiver creates the arena, the counter of filled chunks and the hosts' counters; the sender creates the counter
-    of freed chunks. `gather` returns everybody's item by rank. `until` is how this rank's host waits.
+    The receiver creates the arena, the counter of filled chunks and the counters of the hosts; the sender creates the
+    counter of freed chunks. `gather` returns the items of all ranks, by rank. `until` makes this rank's host wait for a
+    condition.
     """
     incoming = {
         peer: {

@@ -29,7 +29,8 @@ class Address(NamedTuple):
 
 
 def make_shared(nbytes: int, *, reserve: int) -> tuple[int, Address]:
-    """A descriptor of so many zeros, `reserve` of them backed by memory at once (OSError where there is not enough)."""
+    """A file descriptor of this number of zero bytes, of which `reserve` are allocated at once (OSError if there is not
+    enough memory)."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("octopipe", os.MFD_CLOEXEC)
         path = f"/proc/{os.getpid()}/fd/{file}"
@@ -48,7 +49,7 @@ def make_shared(nbytes: int, *, reserve: int) -> tuple[int, Address]:
 
 
 def open_shared(address: Address) -> int:
-    """A descriptor of another process's memory; OSError where it is none of this host's."""
+    """A file descriptor of another process's memory; OSError if it does not belong to a process of this host."""
     if address.home != _home():
         raise FileNotFoundError(f"{address.path} belongs to another host or container")
     file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
@@ -60,14 +61,14 @@ def open_shared(address: Address) -> int:
 
 
 def forget(path: str) -> None:
-    """Take a name away, where the memory has one."""
+    """Remove the name of the memory, if it has one."""
     if not path.startswith("/proc/"):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def _home() -> str:
-    """Equal for processes that find each other's files."""
+    """A value that is equal for processes which can open each other's files."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"

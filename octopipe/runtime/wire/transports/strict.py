@@ -31,7 +31,8 @@ _SENDER, _RECEIVER, _SENT = range(3)
 
 
 class StrictTransport(Transport):
-    """Queues of issued transfers; `_progress` moves whatever is at the head on both sides."""
+    """Keeps queues of issued transfers; `_progress` moves every transfer that is at the head of its queue on both
+    sides."""
 
     name = "strict"
     ordered = True
@@ -146,7 +147,7 @@ class StrictTransport(Transport):
 
 
 def _shared_flags(world: World, count: int) -> Any:
-    """One table of step numbers that all ranks see (collective)."""
+    """A table of step numbers that all ranks can see (collective)."""
     shape = (3, max(count, 1))
     nbytes = 4 * shape[0] * shape[1]
     made = make_shared(nbytes, reserve=nbytes) if world.rank == 0 else None

@@ -41,7 +41,7 @@ def plan_by(
     fixed: Mapping[str, int] | None = None,
     budget_s: float = 30.0,
 ) -> SystemPlan:
-    """What a published system makes of a cluster: its own best by its own formula, simulated.
+    """The plan that a published system makes for a cluster: the best by its own formula, simulated.
 
     `recompute` none, selective or full holds for every stage; auto takes the first of them with which the system fits.
     """
@@ -73,7 +73,7 @@ def _limits(name: str) -> str:
 
 
 def _best(planner: Planner, query: Query, pricer: MeshPricer, until: float) -> SystemPlan | None:
-    """The arrangement of least objective over all micro-batch sizes that fits by simulation."""
+    """The arrangement with the smallest objective over all micro-batch sizes that fits when it is simulated."""
     found: list[Arrangement] = []
     worth = math.inf
     for samples in query.sample_counts():

@@ -20,7 +20,7 @@ from octopipe.search.planner.published.submeshes import Space, least
 
 
 def alpa(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
-    """The arrangement of least T for micro-batches of `samples`; None where none fits and is below `worth_ms`."""
+    """The arrangement with the smallest T for micro-batches of `samples`; None if none fits and is below `worth_ms`."""
     m = query.global_batch // samples
     space = Space(
         devices=query.devices,
@@ -35,13 +35,13 @@ def alpa(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_m
 
 
 def alpa_ms(pricer: MeshPricer, stages: list[StageChoice], micro_batches: int) -> float:
-    """T of an arrangement."""
+    """The value of T for an arrangement."""
     times = [float(pricer.price(s.mesh).layer_ms[s.first : s.stop].sum()) for s in stages]
     return sum(times) + (micro_batches - 1) * max(times)
 
 
 def intra_operator_meshes(query: Query, pricer: MeshPricer, gpus: int, samples: int) -> Iterator[Mesh]:
-    """Tensor times data parallelism over a submesh, with and without experts dealt out."""
+    """Tensor times data parallelism over a submesh, with and without expert parallelism."""
     kind = query.assumed
     zero = 1 if query.zero is None else query.zero
     for tp in query.tensor_sizes(pricer, gpus):

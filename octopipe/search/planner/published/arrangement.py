@@ -32,7 +32,7 @@ COLUMNS = tuple(name for name in PER_LAYER if name != "gradient_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Shares of what a stage's GPUs keep in the host's memory."""
+    """The shares of the data of a stage's GPUs that are kept in host memory."""
 
     optimizer: float = 0.0
     gradients: float = 0.0
@@ -46,7 +46,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """One stage: its layers, its GPUs and how they keep memory."""
+    """One stage: its layers, its GPUs and how they use memory."""
 
     first: int
     stop: int
@@ -89,7 +89,7 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What a system decided for the whole cluster, and what its own formula says of it."""
+    """The decisions of a system for the whole cluster, with the value of its own formula."""
 
     system: str
     stages: tuple[StageChoice, ...]
@@ -104,7 +104,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemPlan:
-    """An arrangement with its simulated numbers."""
+    """An arrangement with the results of its simulation."""
 
     arrangement: Arrangement
     plan: Plan
@@ -132,7 +132,7 @@ class SystemPlan:
 
 
 def judged(pricer: MeshPricer, arrangement: Arrangement) -> SystemPlan:
-    """The arrangement under 1F1B, op by op."""
+    """The arrangement under 1F1B, simulated op by op."""
     costs = stitched(pricer, arrangement)
     sizes = [s.stop - s.first for s in arrangement.stages]
     held = arrangement.in_flight or None
@@ -197,7 +197,8 @@ def stitched(pricer: MeshPricer, arrangement: Arrangement) -> CostTable:
 
 
 def common_setup(pricer: MeshPricer, arrangement: Arrangement) -> Setup | None:
-    """The set-up in the words of all other verbs, where every stage has the same mesh and keeps memory alike."""
+    """The set-up as all other commands describe it, if every stage has the same mesh and uses memory in the same
+    way."""
     meshes = {s.mesh for s in arrangement.stages}
     unlike = any(s.again or s.offload != Offload() for s in arrangement.stages)
     if len(meshes) > 1 or unlike or len(set(arrangement.devices.kinds)) > 1:
@@ -216,7 +217,7 @@ def link_between(devices: Devices, a: StageChoice, b: StageChoice) -> Link:
 
 
 def stage_columns(prices: LayerPrices, stage: StageChoice) -> dict[str, Floats]:
-    """The layers of a stage with its recomputation, offloading and what of its reduction shows."""
+    """The layers of a stage with its recomputation, its offloading and the exposed part of its reduction."""
     here = slice(stage.first, stage.stop)
     out = {name: getattr(prices, name)[here].copy() for name in COLUMNS}
     for i in range(min(stage.again, stage.stop - stage.first)):
@@ -249,7 +250,7 @@ def stage_columns(prices: LayerPrices, stage: StageChoice) -> dict[str, Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostTraffic:
-    """What offloading moves, per direction of the host's link."""
+    """The bytes that offloading moves, per direction of the host's link."""
 
     each_ms: float
     """Milliseconds per micro-batch."""
@@ -260,8 +261,8 @@ class HostTraffic:
 
 
 def host_traffic(prices: LayerPrices, here: slice, activation: Floats, offload: Offload) -> HostTraffic:
-    """Optimizer state goes there and back once a step; gradients and activations there and back with every
-    micro-batch; weights come twice a micro-batch, for F and for the backward."""
+    """Optimizer state is moved in both directions once per step, gradients and activations in both directions with
+    every micro-batch, and weights to the device twice per micro-batch, for F and for the backward."""
     state = offload.optimizer * prices.held_state_bytes[here]
     gradient = offload.gradients * prices.held_gradient_bytes[here]
     weight = offload.weights * prices.held_weight_bytes[here]
@@ -276,7 +277,8 @@ def host_traffic(prices: LayerPrices, here: slice, activation: Floats, offload: 
 
 
 def overlapped(compute_ms: float, moved_ms: float) -> float:
-    """Two things at once: the longer, and a share of the shorter for what they take from each other."""
+    """The time of two concurrent activities: the longer one, plus a share of the shorter one because they slow each
+    other down."""
     return max(compute_ms, moved_ms) + HIDDEN_COST * min(compute_ms, moved_ms)
 
 
@@ -292,8 +294,8 @@ def limit_excess(found: SystemPlan) -> float:
 
 
 def on_real_devices(arrangement: Arrangement) -> Arrangement:
-    """The arrangement on the GPUs that are there: systems made for equal ones take all for the slowest. Of a
-    tensor-parallel group of several kinds the slowest sets the pace."""
+    """The arrangement on the GPUs that exist: systems designed for equal GPUs treat all of them as the slowest. In a
+    tensor-parallel group of several kinds, the slowest GPU determines the time."""
     devices = arrangement.devices
     stages = []
     for stage in arrangement.stages:

@@ -20,7 +20,7 @@ from octopipe.search.systems.dapple import latency_ms
 
 
 def dapple(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
-    """The arrangement of least L for micro-batches of `samples`; None where none fits and is below `worth_ms`."""
+    """The arrangement with the smallest L for micro-batches of `samples`; None if none fits and is below `worth_ms`."""
     m = query.global_batch // samples
 
     def meshes(start: int, gpus: int) -> list[Mesh]:
@@ -53,7 +53,7 @@ def dapple(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth
 
 
 def dapple_ms(query: Query, pricer: MeshPricer, stages: list[StageChoice], micro_batches: int) -> float:
-    """L of an arrangement."""
+    """The value of L for an arrangement."""
     prices = [pricer.price(s.mesh) for s in stages]
     forward = [float(p.forward_ms[s.first : s.stop].sum()) for p, s in zip(prices, stages, strict=True)]
     backward = [float((p.input_ms + p.weight_ms)[s.first : s.stop].sum()) for p, s in zip(prices, stages, strict=True)]

@@ -59,7 +59,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPrices:
-    """What one micro-batch costs per layer on the slowest, fullest GPU of a mesh: arrays over layers."""
+    """The costs of one micro-batch per layer on the slowest and on the fullest GPU of a mesh: arrays over layers."""
 
     forward_ms: Floats
     input_ms: Floats
@@ -87,7 +87,7 @@ class LayerPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The cluster's GPUs in the order in which a pipeline takes them."""
+    """The cluster's GPUs in the order in which a pipeline uses them."""
 
     kinds: tuple[str, ...]
     """Preset of every GPU."""
@@ -114,11 +114,11 @@ class Devices:
 
     @property
     def node_size(self) -> int:
-        """GPUs of the smallest node."""
+        """The number of GPUs of the smallest node."""
         return _smallest(self.node_of)
 
     def grouped(self, order: tuple[str, ...]) -> Devices:
-        """The same GPUs, kind after kind."""
+        """The same GPUs, ordered by kind."""
         at = sorted(range(len(self.kinds)), key=lambda i: (order.index(self.kinds[i]), i))
         return Devices(kinds=tuple(self.kinds[i] for i in at), node_of=tuple(self.node_of[i] for i in at))
 
@@ -132,7 +132,7 @@ def _smallest(node_of: tuple[int, ...]) -> int:
 
 
 class MeshPricer:
-    """Prices of layers on meshes, each mesh once."""
+    """Computes the costs of layers on meshes, for each mesh once."""
 
     def __init__(self, spec: ModelSpec, base: Setup):
         self.spec, self.base = spec, base
@@ -141,7 +141,7 @@ class MeshPricer:
         self._node_size = {name: size for name, _, size in base.nodes}
 
     def setup(self, mesh: Mesh, replica: int = 0) -> Setup:
-        """The set-up of one replica of a mesh, as if all were like it."""
+        """The set-up of one replica of a mesh, as if all replicas were equal to it."""
         return replace(
             self.base,
             gpu=gpu(mesh.kinds[replica]),
@@ -165,7 +165,7 @@ class MeshPricer:
         return [tp for tp in tensor_sizes(self.spec, gpu(kind), node_size) if tp <= node_size]
 
     def expert_sizes(self, gpus: int) -> list[int]:
-        """No expert parallelism, and as much as the GPUs and the experts divide."""
+        """Expert-parallel sizes: 1, and the largest that divides the GPUs and the experts."""
         if not self.experts:
             return [1]
         most = 1
@@ -215,7 +215,7 @@ class MeshPricer:
 
 
 def _held(weights: list[Weights], setup: Setup, pricing: Pricing) -> Floats:
-    """[layer, 3]: bytes of weights, gradients and optimizer state a GPU holds after ZeRO's division."""
+    """[layer, 3]: the bytes of weights, gradients and optimizer state that a GPU holds after ZeRO has divided them."""
     copies = shards_of(setup, pricing.cluster)
     rows = []
     for held in weights:

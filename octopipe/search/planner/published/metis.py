@@ -27,7 +27,8 @@ MOST_TYPES = 3
 
 
 def metis(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
-    """The arrangement of least cost for micro-batches of `samples`; None where none fits and is below `worth_ms`."""
+    """The arrangement with the smallest cost for micro-batches of `samples`; None if none fits and is below
+    `worth_ms`."""
     m = query.global_batch // samples
     best: Arrangement | None = None
     for devices in orders(query.devices):
@@ -47,7 +48,7 @@ def metis(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_
 
 
 def orders(devices: Devices) -> Iterator[Devices]:
-    """Every order of the GPU kinds along the pipeline, as the cluster lies first."""
+    """Every order of the GPU kinds along the pipeline; that of the cluster comes first."""
     types = devices.types
     seen = [devices]
     yield devices
@@ -65,7 +66,7 @@ def orders(devices: Devices) -> Iterator[Devices]:
 def group_meshes(
     query: Query, pricer: MeshPricer, devices: Devices, samples: int, start: int, gpus: int
 ) -> Iterator[Mesh]:
-    """Ways of using a group: equal GPUs share evenly, unequal ones by speed."""
+    """Ways of using a group of GPUs: equal GPUs share evenly, unequal ones by speed."""
     kinds = devices.kinds[start : start + gpus]
     zero = query.zero or 0
     for tp in query.tensor_sizes(pricer, gpus):
@@ -86,9 +87,10 @@ def group_meshes(
 
 
 def balanced(pricer: MeshPricer, mesh: Mesh, samples: int) -> tuple[int, ...] | None:
-    """Samples per replica, so that the slowest finishes first: the next sample goes where it ends soonest.
+    """Samples per replica that minimise the time of the slowest: the next sample goes to the replica that would finish
+    it first.
 
-    Replicas of one kind take equal shares, so that a share is a number per kind.
+    Replicas of one kind take equal shares, so a share is one number per kind.
     """
     counts = {kind: mesh.kinds.count(kind) for kind in dict.fromkeys(mesh.kinds)}
     times: dict[tuple[str, int], float] = {}
@@ -109,7 +111,7 @@ def balanced(pricer: MeshPricer, mesh: Mesh, samples: int) -> tuple[int, ...] | 
 
 
 def _shares(counts: tuple[int, ...], samples: int) -> Iterator[tuple[int, ...]]:
-    """Samples per replica of every kind, at least one each, that make `samples` in all."""
+    """Samples per replica of every kind, at least one each, that add up to `samples`."""
     if len(counts) == 1:
         if samples % counts[0] == 0 and samples >= counts[0]:
             yield (samples // counts[0],)

@@ -43,7 +43,7 @@ MOST_SHARES = 1.5
 
 
 class Option(NamedTuple):
-    """One way to run a stage of any run of layers: arrays [first, stop]."""
+    """One way to run a stage, for any run of layers: arrays [first, stop]."""
 
     mesh: Mesh
     offload: Offload
@@ -54,7 +54,7 @@ class Option(NamedTuple):
 
 
 def mist(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
-    """The arrangement of least objective for micro-batches of `samples`; None where none fits and is below
+    """The arrangement with the smallest objective for micro-batches of `samples`; None if none fits and is below
     `worth_ms`."""
     m = query.global_batch // samples
     best: Arrangement | None = None
@@ -78,7 +78,7 @@ def mist(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_m
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sums:
-    """Sums and maxima over runs of layers, [first, stop], of one mesh."""
+    """Sums and maxima over runs of layers, [first, stop], for one mesh."""
 
     prices: LayerPrices
     edges: np.ndarray
@@ -96,7 +96,7 @@ class _Sums:
 
 
 class _Pipeline:
-    """A number of stages and a micro-batch size."""
+    """The search for a given number of stages and micro-batch size."""
 
     def __init__(self, query: Query, pricer: MeshPricer, samples: int, stages: int, reserve: float):
         self.query, self.pricer, self.samples, self.stages, self.reserve = query, pricer, samples, stages, reserve
@@ -136,7 +136,7 @@ class _Pipeline:
         return self._programme(positions, incumbent)
 
     def _position(self, i: int, meshes: list[Mesh], sums: list[_Sums]) -> list[Option]:
-        """Options of stage i that fit for some run of layers, the least offloading first."""
+        """The options of stage i that fit for some run of layers, those with the least offloading first."""
         held = min(self.stages - i, self.micro_batches)
         out = []
         for mesh, sum_ in zip(meshes, sums, strict=True):
@@ -150,7 +150,7 @@ class _Pipeline:
         return out
 
     def _sensible(self, s: _Sums) -> np.ndarray:
-        """Runs that may be a stage: none of more than so many even shares of the work."""
+        """The runs of layers that may be a stage: none has more than a given multiple of an even share of the work."""
         work = s.sums(s.prices.layer_ms)
         longest = MOST_SHARES * work[0, -1] / self.stages + float(np.diag(work, 1).max())
         return np.triu(work <= longest, 1)
@@ -226,7 +226,7 @@ class _Pipeline:
         return best
 
     def _walk(self, steady: list[Floats], extra: list[Floats], t_max: float) -> list[Floats]:
-        """X after every stage, per run reached."""
+        """The value of X after every stage, for each run that is reached."""
         x = np.full(self.edges.size, np.inf)
         x[0] = 0.0
         out = [x]
@@ -243,7 +243,7 @@ class _Pipeline:
         table: list[Floats],
         t_max: float,
     ) -> list[tuple[int, int, int, StageChoice]]:
-        """(option, first run, stop run, choice) of every stage behind the last X."""
+        """For every stage that leads to the last X: (option, first run, stop run, choice)."""
         out: list[tuple[int, int, int, StageChoice]] = []
         stop = self.edges.size - 1
         for i in range(self.stages - 1, -1, -1):

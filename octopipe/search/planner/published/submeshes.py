@@ -27,7 +27,7 @@ GAP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunCosts:
-    """Arrays [first run, stop run] of one mesh."""
+    """The costs on one mesh: arrays [first run, stop run]."""
 
     stage_ms: Floats
     hop_ms: Floats
@@ -38,7 +38,7 @@ class RunCosts:
 
 
 def layer_runs(layer_ms: Floats, most: int = MOST_RUNS) -> list[int]:
-    """Edges of at most `most` runs of layers of even work; embedding and head stay runs of their own."""
+    """The bounds of at most `most` runs of layers with even work; embedding and head remain runs of their own."""
     layers = layer_ms.size
     if layers <= most:
         return list(range(layers + 1))
@@ -93,7 +93,7 @@ class Space:
         return len(self.devices.kinds) // self.unit
 
     def sizes(self) -> list[int]:
-        """Units of a submesh: powers of two inside a node, then whole nodes."""
+        """The numbers of units of a submesh: powers of two within a node, then whole nodes."""
         node = max(1, self.devices.node_size // self.unit)
         inside = [n for n in (1 << i for i in range(10)) if n <= min(node, self.units)]
         nodes = self.units // node
@@ -102,14 +102,14 @@ class Space:
         return sorted({*inside, *whole, self.units})
 
     def key(self, start: int, size: int) -> Hashable:
-        """Submeshes of equal kinds cost the same."""
+        """A key that is equal for submeshes of equal costs, which are those of equal kinds."""
         a, b = start * self.unit, (start + size) * self.unit
         kinds = self.devices.kinds[a:b]
         return size, kinds if len(set(kinds)) > 1 else kinds[0]
 
 
 class Programme:
-    """The tables of one space, and the best partition under each bound."""
+    """The tables of the dynamic program for one space, and the best partition under each bound."""
 
     def __init__(self, space: Space, pricer: MeshPricer):
         self.space, self.pricer = space, pricer
@@ -136,8 +136,8 @@ class Programme:
         return out
 
     def _best(self, found: Sequence[tuple[Mesh, RunCosts]], s: int) -> tuple[Floats, Floats, Floats]:
-        """Cost, slowest part and mesh number [first, stop] of the s-th stage from the end: of the meshes that fit the
-        one of least time."""
+        """Cost, slowest part and mesh number [first, stop] of the s-th stage from the end: the mesh with the smallest
+        time among those that fit."""
         shape = (self.runs + 1, self.runs + 1)
         cost, block, number = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape)
         held = min(s, self.space.micro_batches)
@@ -155,7 +155,7 @@ class Programme:
         return np.unique(values)
 
     def table(self, t_max: float) -> list[Floats]:
-        """F per number of stages: [runs before it, units used]."""
+        """F for each number of stages: [runs before it, units used]."""
         k, units = self.runs, self.space.units
         empty = np.full((k + 1, units + 1), np.inf)
         empty[k, 0] = 0.0
@@ -175,7 +175,7 @@ class Programme:
         return out
 
     def _groups(self) -> Iterator[tuple[Hashable, np.ndarray]]:
-        """(submesh, units used once it is placed) for all places where it costs the same."""
+        """(submesh, units used after it is placed) for all places at which it has the same costs."""
         where: dict[Hashable, list[int]] = {}
         for (start, _), key in self.key_at.items():
             where.setdefault(key, []).append(self.space.units - start)
@@ -183,7 +183,7 @@ class Programme:
             yield key, np.array(used)
 
     def stages_of(self, table: Sequence[Floats], s: int, t_max: float) -> list[StageChoice]:
-        """The partition behind F(s, 0, all)."""
+        """The partition that leads to F(s, 0, all)."""
         space, out = self.space, []
         k, used = 0, space.units
         while s > 0:
@@ -205,8 +205,8 @@ class Programme:
         return out
 
     def finalists(self, worth: Callable[[], float]) -> Iterator[list[StageChoice]]:
-        """The stages of least total for growing t_max, from the smallest that is possible, as long as (m-1) t_max and
-        the least total of all are below what `worth` says is known already."""
+        """The stages with the smallest total for growing t_max, from the smallest possible one, as long as (m-1) t_max
+        plus the smallest total of all is below the value that `worth` says is already known."""
         values = self.bounds()
         if not values.size:
             return
@@ -245,7 +245,7 @@ def least(
     samples: int,
     worth_ms: float,
 ) -> Arrangement | None:
-    """The arrangement of least objective among the finalists; None where none is below `worth_ms`."""
+    """The arrangement with the smallest objective among the finalists; None if none is below `worth_ms`."""
     known = [worth_ms]
     best: Arrangement | None = None
     for stages in Programme(space, pricer).finalists(lambda: known[-1]):
@@ -264,7 +264,7 @@ def least(
 
 
 def unit_of(gpus: int) -> int:
-    """GPUs handed out together: one, or on large clusters as many as leave 64 units."""
+    """The number of GPUs that are assigned together: one, or on large clusters as many as leave 64 units."""
     unit = 1
     while gpus // unit > MOST_UNITS and gpus % (2 * unit) == 0:
         unit *= 2

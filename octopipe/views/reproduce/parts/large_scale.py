@@ -57,11 +57,11 @@ def run(bench: Bench) -> Result:
             more: dict[str, Any] = {"unit": "×", "source": SOURCE, "within": WITHIN}
             if name == "octopipe":
                 ours = tuned(bench, lambda h, t, m=model: gains[m, h][t])  # type: ignore[misc]
-                trial: dict[str, Any] = {"test": "one queue", "trial": lambda m=model: _queued(bench, m)}  # type: ignore[misc]
+                trial: dict[str, Any] = {"test": "one queue", "trial": lambda m=model: _queued(bench, m)}
                 rows.append(Row.number(id, claim, value, ours, group="large.octopipe", why=HIGHER, **more, **trial))
             else:
                 ours = plain(bench, lambda h, m=model, n=name: gains[m, h][n])  # type: ignore[misc]
-                trial = {"test": TESTS[name], "trial": lambda m=model, n=name: _changed(bench, m, n)}  # type: ignore[misc]
+                trial = {"test": TESTS[name], "trial": lambda m=model, n=name: _changed(bench, m, n)}
                 fit: dict[str, Any] = {"used_in_fit": True, "why": WHY[name], "group": f"large.{model}"}
                 rows.append(Row.number(id, claim, value, ours, **more, **fit, **trial))
     for word, end, value in (("smallest", min, 1.17), ("largest", max, 1.22)):

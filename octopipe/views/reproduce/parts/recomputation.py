@@ -37,11 +37,11 @@ def run(bench: Bench) -> Result:
             more: dict[str, Any] = {"unit": "×", "source": SOURCE}
             if name == "octopipe":
                 ours = tuned(bench, lambda h, t, m=model: gain(m, h, t))  # type: ignore[misc]
-                trial: dict[str, Any] = {"test": NOISE_AND_QUEUE, "trial": lambda m=model: _noisy(bench, m)}  # type: ignore[misc]
+                trial: dict[str, Any] = {"test": NOISE_AND_QUEUE, "trial": lambda m=model: _noisy(bench, m)}
                 rows.append(Row.number(id, claim, value, ours, group="recompute.octopipe", why=HIGHER, **more, **trial))
             else:
                 ours = plain(bench, lambda h, m=model, n=name: gain(m, h, n))  # type: ignore[misc]
-                trial = {"test": TESTS[name], "trial": lambda m=model, n=name: _changed(bench, m, n)}  # type: ignore[misc]
+                trial = {"test": TESTS[name], "trial": lambda m=model, n=name: _changed(bench, m, n)}
                 fit: dict[str, Any] = {"used_in_fit": True, "why": WHY[name], "group": f"recompute.{model}"}
                 rows.append(Row.number(id, claim, value, ours, **more, **fit, **trial))
     rows.append(

@@ -90,9 +90,7 @@ def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Ro
         else:
             ours = plain(bench, lambda h, n=name: _tokens(bench, h, n, kind, gpus))  # type: ignore[misc]
             fit = gpus == 32
-            rows.append(
-                Row.number(id, claim, float(value), ours, group=f"{kind}.{gpus}", used_in_fit=fit, **more)  # type: ignore[arg-type]
-            )
+            rows.append(Row.number(id, claim, float(value), ours, group=f"{kind}.{gpus}", used_in_fit=fit, **more))
     ratio = tuned(bench, lambda h, t: _cell(bench, h, kind, gpus).over("1f1b", t))
     id = f"scaling.{kind}.{gpus}.over"
     claim = f"{kind} scaling, {gpus} GPUs: OctoPipe over 1F1B"
