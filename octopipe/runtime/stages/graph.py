@@ -23,11 +23,13 @@ class Enter(Function):
     """The input of a stage as its layers see it: an ordinary tensor inside a graph, in the same memory.
 
     A leaf would not do: torch forbids to change one in place, `retain_grad` does nothing to it and its gradient is
-    ours to take. The version is shared, so whoever saved that memory notices a change.
+    ours to take. The version is shared, so whoever saved that memory notices a change. A gradient that does not exist
+    stays none.
     """
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def,override]
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod

@@ -191,6 +191,8 @@ class SplitMode(TorchFunctionMode):
             return None, None
         if weight is base:
             return param, None
+        if not _fills_its_memory(param):  # a gradient is laid out without the gaps
+            return None, None
         reach = 1
         for stride, size in sorted((st, sz) for st, sz in zip(weight.stride(), weight.shape) if sz > 1):
             if stride < reach:  # overlapping (expanded) view: two entries would share one gradient
@@ -218,6 +220,16 @@ class SplitMode(TorchFunctionMode):
     def clear_casts(self) -> None:
         """Drop the low-precision copies of the weights (call when the step is over)."""
         self._casts.clear()
+
+
+def _fills_its_memory(param: Tensor) -> bool:
+    """Whether a parameter's elements lie side by side, in any order: a slice of a larger tensor has gaps."""
+    reach = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(param.stride(), param.shape) if sz > 1):
+        if stride != reach:
+            return False
+        reach *= size
+    return True
 
 
 def site_of(weight: Tensor) -> WeightSite | None:
