@@ -190,6 +190,7 @@ class Pipeline:
         for chain in self.executor.chains.values():
             for stage, recomputes in chain.parts:
                 stage.always_check, stage.may_step_inside = self._verify is True, alone
+                stage.watches_weights = True
                 stage.in_step_with_others = world.store() is not None and dist.get_world_size() > world.size
                 if recomputes:
                     stage.check_repeatable()

@@ -383,6 +383,7 @@ def test_lent_memory_is_free_once_all_that_share_it_are_gone():
     assert lent.is_free()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_forms_are_described_and_read_back():
     sender, receiver = Specs(), Specs()
     values = [
