@@ -220,3 +220,26 @@ def test_ddp_over_other_ranks_is_refused():
             assert "is wrapped in DistributedDataParallel over ranks" in text and "dp_group=" in text
     finally:
         ranks.close()
+
+
+def tied_otherwise(world, changed):
+    layers = linears()
+    layers[LAYERS - 1] = (
+        nn.Linear(WIDTH, WIDTH + 1, dtype=torch.float64) if changed == "shape" else nn.Linear(WIDTH, WIDTH)
+    )
+    try:
+        Pipeline(layers, plan_of("1f1b"), square, group=world, timeout_s=PATIENCE_S, tied=[("0.weight", "3.weight")])
+    except OctoPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("changed", ["shape", "dtype"])
+def test_ties_of_unlike_weights_on_two_ranks_are_refused_by_name(changed):
+    """Their sum would be of other lengths on each rank, which ends the process."""
+    ranks = Ranks(2)
+    try:
+        for text in ranks.run(tied_otherwise, changed):
+            assert "0.weight (rank 0) and 3.weight (rank 1) are one parameter, but are [5, 5] float64" in text
+    finally:
+        ranks.close()

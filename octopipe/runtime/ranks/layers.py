@@ -97,6 +97,14 @@ class Layers:
         self._layers_of: dict[int, set[int]] = {}
         self._shared: list[Shared] = []
         self._find_holders(members)
+        if self._canonical or any(len(ranks) > 1 for ranks in self.ranks_of.values()):
+            _check_forms([t for theirs in world.gather(self._shared_forms()) for t in theirs])
+
+    def _shared_forms(self) -> list[tuple[str, str, str]]:
+        """Of every parameter that other ranks hold too: its first name, what it is called here, and its form."""
+        names = {id(p): f"{name} (rank {self.world.rank})" for name, p in self.named.items()}
+        shared = (s for s in self._shared if len(s.holders) > 1 and not self.is_cut(s.key))
+        return [(s.key, names[id(s.parameter)], _form(s.parameter)) for s in shared]
 
     def _find_holders(self, members: Mapping[str, set[str]]) -> None:
         """Record, for every parameter of this rank, its layers here and the ranks that hold it or one tied to it."""
@@ -212,10 +220,7 @@ class Layers:
                 raise OctoPipeError(f"tied parameter {name}: layer {layer} has no parameter {path}") from None
             kept = first.setdefault(key, parameter)
             if kept is not parameter:
-                if kept.shape != parameter.shape:
-                    raise OctoPipeError(
-                        f"tied parameters {key} and {name} have shapes {tuple(kept.shape)} and {tuple(parameter.shape)}"
-                    )
+                _check_forms([(key, key, _form(kept)), (key, name, _form(parameter))])
                 # Under every name it has there: a module may hold it twice, and use the other one.
                 for owner_module in module.modules():
                     for alias, held in list(owner_module._parameters.items()):
@@ -347,6 +352,19 @@ def _named_ties(modules: Mapping[int, nn.Module]) -> list[list[str]]:
         for k, module in modules.items()
         for name, key in getattr(module, "tied_to", {}).items()
     ]
+
+
+def _form(parameter: nn.Parameter) -> str:
+    return f"{list(parameter.shape)} {str(parameter.dtype)[6:]}"
+
+
+def _check_forms(tied: Sequence[tuple[str, str, str]]) -> None:
+    """Raise if parameters that are tied or copies of each other (first name, own name, form) cannot be one."""
+    first: dict[str, tuple[str, str]] = {}
+    for key, name, form in tied:
+        other, wanted = first.setdefault(key, (name, form))
+        if form != wanted:
+            raise OctoPipeError(f"{other} and {name} are one parameter, but are {wanted} and {form}; make them alike")
 
 
 def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:
