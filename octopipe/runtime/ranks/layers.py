@@ -19,6 +19,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.runtime.ranks.loss_parts import held_tensors, loss_module
 from octopipe.runtime.ranks.reduce import Shared
+from octopipe.runtime.ranks.same_memory import refuse_shared_memory
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.ranks.wrappers import take_over
 from octopipe.runtime.stages.rng import micro_batch_seed
@@ -87,6 +88,7 @@ class Layers:
         if self.has_loss:
             self.ranks_of[last] = self.ranks_of[last - 1]
         self._canonical = _merge([t for _, theirs, *_ in said for t in theirs], last + self.has_loss)
+        refuse_shared_memory(layers, self.ranks_of, self._canonical)
         members = self._members({name for *_, theirs in said for name in theirs})
         self._tie_here()
         self._places = self._registered()

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from octopipe.runtime.stages.foreign_reads import ForeignReads
 from octopipe.runtime.stages.weight_queue import WeightQueue, is_distributed
 from octopipe.runtime.stages.wgrad_ops import (
     Batched,
@@ -109,6 +110,8 @@ class SplitMode(TorchFunctionMode):
         """Whether this forward's graph is thrown away: nothing may be held for its backward."""
         self.left_alone: set[int] = set()
         """Ids of parameters whose gradients autograd must add itself (somebody hooks the adding)."""
+        self.reads: ForeignReads | None = None
+        """Set while forwards are looked at: notes weights of layers on other ranks that they read."""
         self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
         self._params = {
@@ -137,6 +140,8 @@ class SplitMode(TorchFunctionMode):
         # Dynamo traces this method: inside a compiled layer it must vanish.
         if _is_traced():
             return func(*args, **(kwargs or {}))
+        if self.reads is not None:
+            self.reads.note(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             if _is_grad_enabled():
