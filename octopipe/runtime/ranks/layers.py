@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.runtime.given import check_built, check_factory
 from octopipe.runtime.ranks.loss_parts import held_tensors, loss_module
 from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.ranks.same_memory import refuse_shared_memory
@@ -62,6 +63,7 @@ class Layers:
             module = _build(layers[k], k, seed)
             if (part := self._part(k)) is not None:
                 module = cut_module(module, *part, k)
+            check_built(module, k, device)
             self.buffers_elsewhere |= shared.elsewhere(k, module)
             self.modules[k] = shared.moved(module, device)
         if loss is not None and last - 1 in plan.shards():
@@ -263,6 +265,7 @@ def _build(layer: nn.Module | Callable[[], nn.Module], number: int, seed: int | 
         return layer
     if not callable(layer):
         raise OctoPipeError(f"layer {number} is a {type(layer).__name__}; give a module or a factory of one")
+    check_factory(layer, number)
     if seed is None:
         made = layer()
     else:
