@@ -43,7 +43,7 @@ def rows_of(batch: Any) -> int | None:
         return None
     leaves: list[Any] = []
     flatten(batch, leaves)
-    return next((t.shape[0] for t in leaves if isinstance(t, Tensor) and t.ndim), None)
+    return next((t.shape[0] for t in leaves if (isinstance(t, Tensor) or _is_array(t)) and t.ndim), None)
 
 
 def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
@@ -62,7 +62,7 @@ def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
         return _cut(batch, count, name)
     leaves: list[Any] = []
     form = flatten(batch, leaves)
-    whole = {t.shape[0] for t in leaves if isinstance(t, Tensor) and t.ndim}
+    whole = {t.shape[0] for t in leaves if (isinstance(t, Tensor) or _is_array(t)) and t.ndim}
     if len(whole) > 1 and any(rows % count for rows in whole):
         raise OctoPipeError(
             f"{name} holds tensors of {' and '.join(map(str, sorted(whole)))} rows, which do not split into {count} "
@@ -78,8 +78,7 @@ def _cut(leaf: Any, count: int, name: str) -> list[Any]:
     """The part of one leaf that belongs to each micro-batch."""
     if type(leaf) in ATOMS:
         return [leaf] * count
-    array = type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0) > 0
-    if not isinstance(leaf, Tensor) and not array:
+    if not isinstance(leaf, Tensor) and not _is_array(leaf):
         raise OctoPipeError(
             f"{name} holds a {type(leaf).__name__}, which cannot be split into micro-batches; "
             "give tensors, tuples, dicts or dataclasses of them, or a list of micro-batches"
@@ -98,6 +97,10 @@ def _cut(leaf: Any, count: int, name: str) -> list[Any]:
         parts.append(leaf[at : at + size] if size or not leaf.shape[0] else leaf[:1])
         at += size
     return parts
+
+
+def _is_array(leaf: Any) -> bool:
+    return type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0) > 0
 
 
 def _usable(part: Any) -> Any:

@@ -24,6 +24,7 @@ from octopipe.plans.plan import B, F, Plan, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.fp8 import scaled_linears
+from octopipe.runtime.given import check_loss
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
@@ -202,6 +203,8 @@ class Executor:
         with (self._autocast or nullcontext)():
             _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False, side=side)
         if cell.last:
+            if with_loss:
+                check_loss(out)
             losses[cell.micro_batch] = out
         else:
             cell.value = out
@@ -345,8 +348,7 @@ class Executor:
 
     def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """The gradient with which a micro-batch's backward starts; created once, because nobody writes to it."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
+        check_loss(loss if isinstance(loss, Tensor) else None)  # a number has no gradient
         key = (scale, loss.dtype, loss.shape, loss.device)
         seed = self._seeds.get(key)
         if seed is None:

@@ -30,9 +30,13 @@ class Failures:
 
     def __init__(self) -> None:
         self._broken = ""
+        self.closed = False
+        """Whether the pipeline's transport and groups have been released."""
 
     def check(self) -> None:
-        """Raise unless every step so far was completed."""
+        """Raise unless every step so far was completed, and another one can be."""
+        if self.closed and not self._broken:
+            raise OctoPipeError("this pipeline was closed; make a new Pipeline (octopipe.switch closes the old one)")
         if self._broken:
             raise OctoPipeError(
                 f"{self._broken}, and its ranks have been out of step since: call recover() on all ranks and then "
@@ -72,7 +76,7 @@ class Failures:
 
     def forget(self) -> None:
         """Make the pipeline usable again after it has recovered."""
-        self._broken = ""
+        self._broken, self.closed = "", False
 
 
 def warn_of_missing(rank: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -33,6 +33,7 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.failures import Failures, warn_of_missing
+from octopipe.runtime.given import check_given
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -111,8 +112,7 @@ class Pipeline:
 
         `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
-        if timeout_s <= 0:
-            raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
+        check_given(layers, plan, loss_fn, timeout_s)
         given = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
         self.device = torch.device(device) if device is not None else given.default_device()
         if cuda_graphs and self.device.type != "cuda":
@@ -190,6 +190,7 @@ class Pipeline:
         for chain in self.executor.chains.values():
             for stage, recomputes in chain.parts:
                 stage.always_check, stage.may_step_inside = self._verify is True, alone
+                stage.watches_weights = True
                 stage.in_step_with_others = world.store() is not None and dist.get_world_size() > world.size
                 if recomputes:
                     stage.check_repeatable()
@@ -313,7 +314,7 @@ class Pipeline:
             raise OctoPipeError(f"to is {to!r}; use 'last' or 'all'")
         self.failures.check()
         with self._whole(), torch.inference_mode(False), torch.no_grad():
-            inputs, _ = self._inputs.split(batch, None)
+            inputs, _ = self._inputs.split(batch, None, with_loss=False)
             sides = self._inputs.split_side(side)
             outputs = self.executor.evaluate(inputs, None, step=self.step_number, side=sides, loss=False)
             count = self.plan.num_micro_batches
@@ -385,9 +386,9 @@ class Pipeline:
         """
         return PipelineGradScaler(self, **options)
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.parameters():
+            p.grad = None if set_to_none or p.grad is None else torch.zeros_like(p.grad)
 
     def _device_busy(self) -> bool:
         """Whether a step is being issued or still runs on the GPU."""
@@ -430,7 +431,8 @@ class Pipeline:
         return measured_timeline(self.executor.program, self.recorder, self.world.control, self.costs, name)
 
     def close(self) -> None:
-        """Stop the watchdog and release shared buffers."""
+        """Stop the watchdog and release shared buffers; there are no steps afterwards."""
+        self.failures.closed = True
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._leaves is not None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
+from octopipe.runtime.given import check_context
 from octopipe.runtime.host_state import HOST, HostState, hosted
 from octopipe.runtime.ranks.owners import Owners
 from octopipe.runtime.torch_private import foreach_copy_
@@ -50,6 +51,7 @@ Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 def autocast_context(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """The context of forwards; for a dtype, torch.autocast to it."""
+    check_context(wanted)
     if isinstance(wanted, torch.dtype):
         return partial(torch.autocast, device.type, dtype=wanted)
     return wanted

@@ -15,6 +15,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import rows_of, split_batch, weights
 from octopipe.runtime.executor import Executor
+from octopipe.runtime.given import takes_target
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.values import flatten
 
@@ -25,9 +26,11 @@ class StepInputs:
     def __init__(self, plan: Plan, executor: Executor, side_inputs: Sequence[str]):
         self._count, self._executor, self._names = plan.num_micro_batches, executor, side_inputs
 
-    def split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
+    def split(self, batch: Any, target: Any, *, with_loss: bool = True) -> tuple[list[Any] | None, list[Any] | None]:
         """The micro-batches of the batch and of the target, each None on ranks that do not use it."""
         mine = self._executor.program
+        if with_loss and target is None and mine.needs_target and takes_target(self._executor.loss_fn):
+            raise OctoPipeError(f"rank {mine.rank} holds a last stage, and loss_fn takes a target: give it the target")
         inputs = split_batch(batch, self._count, "batch") if mine.needs_batch else None
         targets = split_batch(target, self._count, "target") if mine.needs_target else None
         if inputs is None and mine.needs_batch:

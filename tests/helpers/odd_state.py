@@ -355,6 +355,22 @@ IN_PLACE: dict[str, Kind] = {
     "input under no_grad in place": kind(
         lambda m, x: then(y := m.a(x), y.detach().clamp_(-1, 1), torch.tanh(m.b(y.clone()))),
     ),
+    "a weight's data in every forward": kind(
+        lambda m, x: then(m.a.weight.data.mul_(0.97), m.b(torch.tanh(m.a(x)))), refused_always="through `.data`",
+    ),
+    "a weight's data replaced in every forward": kind(
+        lambda m, x: then(setattr(m.a.weight, "data", m.a.weight.data * 0.97), m.b(torch.tanh(m.a(x)))),
+        refused_always="through `.data`",
+    ),
+    "a weight's data clipped": kind(
+        lambda m, x: then(m.a.weight.data.clamp_(-0.1, 0.1), m.b(torch.tanh(m.a(x)))),
+    ),
+    "a weight's data normalised again": kind(
+        lambda m, x: then(
+            setattr(m.a.weight, "data", F.normalize(m.a.weight.data, dim=1)), m.b(torch.tanh(m.a(x))),
+        ),
+        refused="another output",
+    ),
     "momentum of outputs": kind(
         lambda m, x: then(y := m.a(x), m.velocity.mul_(0.9).add_(y.detach().mean(0)), y + 0.1 * m.velocity),
         set_up(velocity=lambda: torch.zeros(3, WIDTH, dtype=torch.float64)), observe=lambda m: m.velocity.tolist(),

@@ -220,3 +220,91 @@ def test_ddp_over_other_ranks_is_refused():
             assert "is wrapped in DistributedDataParallel over ranks" in text and "dp_group=" in text
     finally:
         ranks.close()
+
+
+def tied_otherwise(world, changed):
+    layers = linears()
+    layers[LAYERS - 1] = (
+        nn.Linear(WIDTH, WIDTH + 1, dtype=torch.float64) if changed == "shape" else nn.Linear(WIDTH, WIDTH)
+    )
+    try:
+        Pipeline(layers, plan_of("1f1b"), square, group=world, timeout_s=PATIENCE_S, tied=[("0.weight", "3.weight")])
+    except OctoPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("changed", ["shape", "dtype"])
+def test_ties_of_unlike_weights_on_two_ranks_are_refused_by_name(changed):
+    """Their sum would be of other lengths on each rank, which ends the process."""
+    ranks = Ranks(2)
+    try:
+        for text in ranks.run(tied_otherwise, changed):
+            assert "0.weight (rank 0) and 3.weight (rank 1) are one parameter, but are [5, 5] float64" in text
+    finally:
+        ranks.close()
+
+
+# -- one memory, and values that are read without a gradient ----------------------------------------------
+
+
+class Reads(nn.Linear):
+    """Adds what another layer makes of its input, without the gradient of that layer's weight."""
+
+    def __init__(self, other, how):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.held, self.how = [other], how
+
+    def forward(self, x):
+        other = self.held[0]
+        if self.how == "no_grad":
+            with torch.no_grad():
+                more = other(x)
+        elif self.how == "data":
+            more = x @ other.weight.data
+        elif self.how == "detach":
+            more = x @ other.weight.detach()
+        else:  # nothing but its form
+            more = x.new_zeros(other.weight.shape[0]).to(other.weight.dtype) + other.weight.numel()
+        return super().forward(x) + more
+
+
+def sharing(world, how, frozen, tied):
+    layers = linears()
+    first, last = layers[0], layers[LAYERS - 1]
+    if frozen:
+        first.requires_grad_(False)
+        last.requires_grad_(False)
+    if how == "parameter":
+        last.weight = nn.Parameter(first.weight.data, requires_grad=not frozen)
+    elif how == "buffer":
+        last.register_buffer("table", first.weight.detach())
+    elif how == "parts":
+        whole = torch.randn(WIDTH, 2 * WIDTH, dtype=torch.float64)
+        first.weight, last.weight = nn.Parameter(whole[:, :WIDTH]), nn.Parameter(whole[:, WIDTH:])
+    else:
+        layers[LAYERS - 1] = Reads(first, how)
+    ties = [("0.weight", "3.weight")] if tied else ()
+    try:
+        with Pipeline(layers, plan_of("1f1b"), square, group=world, timeout_s=PATIENCE_S, tied=ties) as pipe:
+            for _ in range(2):
+                pipe.step(data(), data())
+    except OctoPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", some(["no_grad", "data", "detach", "parameter", "buffer"], 2))
+def test_values_of_a_layer_on_another_rank_that_no_update_reaches_are_refused_by_name(how):
+    words = "two tensors in one memory" if how in ("parameter", "buffer") else "of a layer on another rank, without its"
+    ranks = Ranks(2)
+    try:
+        for text in ranks.run(sharing, how, False, False):
+            assert words in text and "0." in text
+    finally:
+        ranks.close()
+
+
+def test_what_no_update_changes_and_what_is_tied_or_apart_is_not_refused(two):
+    for job in (("detach", True, False), ("parameter", False, True), ("parts", False, False), ("form", False, False)):
+        assert two.run(sharing, *job) == ["", ""], job

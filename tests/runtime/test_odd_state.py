@@ -35,7 +35,8 @@ QUICK = (
     "looks at grad_enabled", "an auxiliary loss in a list", "a loss that counts in its meter", "a mean into a linear",
     "returns its buffer", "input changed in place and counted", "a fixed point solved in backward",
     "a forward hook that keeps", "a hook on the adding node", "the gradient of its input",
-    "an optimizer inside backward", "an own Generator in a list",
+    "an optimizer inside backward", "an own Generator in a list", "a weight's data in every forward",
+    "a weight's data clipped", "a weight's data normalised again",
 )  # fmt: skip
 
 

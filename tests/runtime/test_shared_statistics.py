@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from effort import some
 
@@ -113,6 +115,46 @@ def test_a_statistic_that_is_one_on_two_ranks_is_refused_when_it_changes(how):
 
 def test_a_constant_that_layers_share_across_ranks_is_fine(two):
     assert two.run(one_block, "block", False) == ["", ""]
+
+
+class Queue(nn.Module):
+    """Keeps rows in a buffer: as many on one rank as on the other, or one a forward, or in a buffer of its making."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), how
+        self.register_buffer("rows", torch.zeros(1, WIDTH, dtype=torch.float64) if how != "late" else None)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.how == "late":
+            self.rows = y.detach()[:1] if self.rows is None else 0.5 * (self.rows + y.detach()[:1])
+        elif self.how == "alike" or torch.distributed.get_rank() == 0:
+            self.rows = torch.cat([self.rows, y.detach()[:1]])
+        return torch.tanh(y) + self.rows.mean(0)
+
+
+def queues(world, how):
+    torch.manual_seed(0)
+    layers = [Queue(how) for _ in range(LAYERS)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Pipeline(layers, plan_of("chimera"), square, group=world, timeout_s=PATIENCE_S) as pipe:
+            for _ in range(2):
+                pipe.step(data(), data())
+            return {n: v.clone() for n, v in pipe.state_dict().items()}, [str(w.message) for w in told]
+
+
+def test_buffers_that_grow_alike_are_averaged(two):
+    (one, told), (other, _) = two.run(queues, "alike")
+    assert not told and len(one["0.rows"]) == 1 + COUNT and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize(("how", "words"), [("apart", "has another shape"), ("late", "was made by a forward")])
+def test_buffers_that_cannot_be_averaged_stay_apart_with_a_warning(how, words, two):
+    for state, told in two.run(queues, how):
+        assert [words in text and "rows" in text for text in told if "buffer" in text].count(True) >= 1
+        assert state["0.rows"].shape[1] == WIDTH
 
 
 # -- overflow -------------------------------------------------------------------------------------------

@@ -383,6 +383,7 @@ def test_lent_memory_is_free_once_all_that_share_it_are_gone():
     assert lent.is_free()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_forms_are_described_and_read_back():
     sender, receiver = Specs(), Specs()
     values = [
@@ -403,6 +404,8 @@ def test_forms_are_described_and_read_back():
     assert not sender.of(values[0], [False])[0].asking
     with pytest.raises(OctoPipeError, match="cannot be sent"):
         sender.of((torch.zeros(1), lambda: 0), None)
+    with pytest.raises(OctoPipeError, match="nested tensor, which cannot be sent"):
+        sender.of(torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), None)
 
 
 def test_buffers_are_used_again_once_nobody_holds_them():

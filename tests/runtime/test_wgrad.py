@@ -85,6 +85,8 @@ WEIGHT_USES = {
     "used twice": ((4, 4), lambda x, w, b: F.linear(F.linear(x, w).relu(), w), 2),
     "split and ordinary use": ((5, 4), lambda x, w, b: F.linear(x, w) * w.sum(), 1),
     "keyword arguments": ((5, 4), lambda x, w, b: F.linear(input=x, weight=w, bias=b), 1),
+    "no columns": ((5, 4), lambda x, w, b: F.linear(x[..., :0], w[:, :0]) + F.linear(x, w), 2),
+    "no rows": ((5, 4), lambda x, w, b: F.linear(x[:0], w).sum() + F.linear(x, w), 2),
     "einsum (left alone)": ((5, 4), lambda x, w, b: torch.einsum("btk,nk->btn", x, w), 0),
 }
 
@@ -100,6 +102,40 @@ def test_any_use_of_a_weight_gives_autograds_gradient(name):
         assert all(close(a, b, tolerant) for a, b in zip(got + got_inputs, want + want_inputs, strict=True))
         assert all(p.grad is None or p.grad.dtype == p.dtype for p in module.parameters())
     assert count_deferred([module], batches[0]) == deferred
+
+
+def test_views_of_a_weight_that_is_a_slice_of_a_larger_tensor_are_left_to_autograd():
+    """Its elements have gaps between them, and those of its gradient have none."""
+    module = Raw((5, 4), lambda x, w, b: F.linear(x, w[:2]).sum() + F.linear(x, w))
+    module.w = nn.Parameter(torch.randn(5, 8, dtype=torch.float64)[:, ::2])
+    check_split([module], random_batches(2, 3, 4), deferred=1)
+
+
+class NoGradient(torch.autograd.Function):
+    """Says that its input takes no gradient, which is not a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+USED_BEHIND = {
+    "linear": ((4, 4), lambda x, w, b: F.linear(x, w)),
+    "bmm": ((2, 4, 4), lambda x, w, b: torch.bmm(x, w)),
+    "embedding": ((4, 4), lambda x, w, b: F.embedding(torch.tensor([[0, 1, 1]]), w)),
+}
+
+
+@pytest.mark.parametrize("name", USED_BEHIND)
+def test_a_weight_behind_a_gradient_that_does_not_exist_has_none_instead_of_zeros(name):
+    shape, use = USED_BEHIND[name]
+    one = Raw(shape, lambda x, w, b: NoGradient.apply(use(x, w, b)) + b[:4]).double()
+    check_split([nn.Linear(4, 4), one], random_batches(2, 3, 4))
+    assert one.w.grad is None and one.b.grad is not None
 
 
 def test_a_transposed_view_of_a_weight_gets_a_gradient_of_the_weights_own_strides():

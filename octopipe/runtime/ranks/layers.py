@@ -17,8 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.runtime.given import check_built, check_factory
 from octopipe.runtime.ranks.loss_parts import held_tensors, loss_module
 from octopipe.runtime.ranks.reduce import Shared
+from octopipe.runtime.ranks.same_memory import refuse_shared_memory
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.ranks.wrappers import take_over
 from octopipe.runtime.stages.rng import micro_batch_seed
@@ -62,6 +64,7 @@ class Layers:
             module = _build(layers[k], k, seed)
             if (part := self._part(k)) is not None:
                 module = cut_module(module, *part, k)
+            check_built(module, k, device)
             self.buffers_elsewhere |= shared.elsewhere(k, module)
             self.modules[k] = shared.moved(module, device)
         if loss is not None and last - 1 in plan.shards():
@@ -88,6 +91,7 @@ class Layers:
         if self.has_loss:
             self.ranks_of[last] = self.ranks_of[last - 1]
         self._canonical = _merge([t for _, theirs, *_ in said for t in theirs], last + self.has_loss)
+        refuse_shared_memory(layers, self.ranks_of, self._canonical)
         members = self._members({name for *_, theirs in said for name in theirs})
         self._tie_here()
         self._places = self._registered()
@@ -98,6 +102,14 @@ class Layers:
         self._layers_of: dict[int, set[int]] = {}
         self._shared: list[Shared] = []
         self._find_holders(members)
+        if self._canonical or any(len(ranks) > 1 for ranks in self.ranks_of.values()):
+            _check_forms([t for theirs in world.gather(self._shared_forms()) for t in theirs])
+
+    def _shared_forms(self) -> list[tuple[str, str, str]]:
+        """Of every parameter that other ranks hold too: its first name, what it is called here, and its form."""
+        names = {id(p): f"{name} (rank {self.world.rank})" for name, p in self.named.items()}
+        shared = (s for s in self._shared if len(s.holders) > 1 and not self.is_cut(s.key))
+        return [(s.key, names[id(s.parameter)], _form(s.parameter)) for s in shared]
 
     def _find_holders(self, members: Mapping[str, set[str]]) -> None:
         """Record, for every parameter of this rank, its layers on this rank and the ranks that hold it or a parameter
@@ -217,10 +229,7 @@ class Layers:
                 raise OctoPipeError(f"tied parameter {name}: layer {layer} has no parameter {path}") from None
             kept = first.setdefault(key, parameter)
             if kept is not parameter:
-                if kept.shape != parameter.shape:
-                    raise OctoPipeError(
-                        f"tied parameters {key} and {name} have shapes {tuple(kept.shape)} and {tuple(parameter.shape)}"
-                    )
+                _check_forms([(key, key, _form(kept)), (key, name, _form(parameter))])
                 # Under every name it has there: a module may hold it twice, and use the other one.
                 for owner_module in module.modules():
                     for alias, held in list(owner_module._parameters.items()):
@@ -261,6 +270,7 @@ def _build(layer: nn.Module | Callable[[], nn.Module], number: int, seed: int | 
         return layer
     if not callable(layer):
         raise OctoPipeError(f"layer {number} is a {type(layer).__name__}; give a module or a factory of one")
+    check_factory(layer, number)
     if seed is None:
         made = layer()
     else:
@@ -353,6 +363,19 @@ def _named_ties(modules: Mapping[int, nn.Module]) -> list[list[str]]:
         for k, module in modules.items()
         for name, key in getattr(module, "tied_to", {}).items()
     ]
+
+
+def _form(parameter: nn.Parameter) -> str:
+    return f"{list(parameter.shape)} {str(parameter.dtype)[6:]}"
+
+
+def _check_forms(tied: Sequence[tuple[str, str, str]]) -> None:
+    """Raise if parameters that are tied or copies of each other (first name, own name, form) cannot be one."""
+    first: dict[str, tuple[str, str]] = {}
+    for key, name, form in tied:
+        other, wanted = first.setdefault(key, (name, form))
+        if form != wanted:
+            raise OctoPipeError(f"{other} and {name} are one parameter, but are {wanted} and {form}; make them alike")
 
 
 def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:

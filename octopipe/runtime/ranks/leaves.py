@@ -12,6 +12,7 @@ occur in two forwards count.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.foreign_reads import ForeignReads, Known
 
 LOOKS = 2
 """Number of forwards of every stage that are inspected."""
@@ -31,12 +33,11 @@ class LeafWatch:
         self,
         executor: Any,
         own: Mapping[int, str],
-        others: Mapping[int, str],
+        others: Mapping[int, Known],
         used_elsewhere: Callable[[Tensor, Sequence[int]], None],
     ):
-        """`own`: names of this rank's parameters, by id; `others`: those of layers on other ranks, as far as they are
-        known. `used_elsewhere` is called with a parameter of this rank and the layers that use but do not register
-        it."""
+        """`own`: names of this rank's parameters, by id; `others`: those of all layers, as far as they are known.
+        `used_elsewhere` is called with a parameter of this rank and the layers that use but do not register it."""
         self._executor, self._own, self._others, self._used = executor, own, others, used_elsewhere
         self._found = ""
         self._watched: dict[int, _Watching] = {}
@@ -45,6 +46,9 @@ class LeafWatch:
             if any(isinstance(inner, FSDPModule) for m in modules for inner in m.modules()):
                 continue  # its leaves are made for every forward
             self._watched[number] = executor.chains[number] = _Watching(chain, self._look)
+            if foreign := {key: known for key, known in others.items() if key not in own}:
+                for stage, _ in chain.parts:
+                    stage.mode.reads = ForeignReads(foreign)
 
     def finish(self, world: Any) -> bool:
         """Whether the inspection is complete; every rank raises the findings of all ranks (collective)."""
@@ -62,6 +66,8 @@ class LeafWatch:
         for number, watching in self._watched.items():
             if self._executor.chains.get(number) is watching:
                 self._executor.chains[number] = watching.chain
+            for stage, _ in watching.parts:
+                stage.mode.reads = None
         self._watched = {}
 
     def _look(self, watching: _Watching, stage: Any, run: Any) -> None:
@@ -76,15 +82,27 @@ class LeafWatch:
             elif watching.seen_before(leaf) and not self._found:
                 self._found = self._told(leaf, stage, layers)
 
+        read = "" if stage.mode.reads is None else stage.mode.reads.found
+        if read and not self._found:
+            self._found = (
+                f"{_who(layers)} (or the loss after it) reads parameter {read}, of a layer on another rank, without "
+                "its gradient: on this rank nothing would ever update it; register it in the layer that uses it (as a "
+                "parameter or a submodule), and it is tied, or plan both on one rank"
+            )
+
     def _told(self, leaf: Tensor, stage: Any, layers: range) -> str:
-        who = f"layer {layers[0]}" if len(layers) == 1 else f"one of layers {layers[0]} to {layers[-1]}"
-        name = self._others.get(id(leaf))
+        known = self._others.get(id(leaf))
+        name = "" if known is None or known.ref() is not leaf else known.name
         what = f"parameter {name}, of a layer on another rank" if name else f"a trainable tensor {list(leaf.shape)}"
         return (
-            f"{who} (or the loss after it) uses {what}, and does not register it: on this rank it would get no "
-            "gradient of the others' and never be trained; register it in the layer that uses it (as a parameter or a "
-            "submodule; the loss: as an nn.Module), and it is tied"
+            f"{_who(layers)} (or the loss after it) uses {what}, and does not register it: on this rank it would get "
+            "no gradient of the others' and never be trained; register it in the layer that uses it (as a parameter or "
+            "a submodule; the loss: as an nn.Module), and it is tied"
         )
+
+
+def _who(layers: range) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"one of layers {layers[0]} to {layers[-1]}"
 
 
 class _Watching:
@@ -140,11 +158,12 @@ def _leaves(edges: Sequence[Any]) -> list[Tensor]:
     return out
 
 
-def names_by_id(layers: Sequence[Any]) -> dict[int, str]:
-    """The names of the parameters of all layers that are given as modules, by id."""
+def names_by_id(layers: Sequence[Any]) -> dict[int, Known]:
+    """The trainable parameters of all layers that are given as modules, by id."""
     return {
-        id(p): f"{k}.{name}"
+        id(p): Known(weakref.ref(p), f"{k}.{name}")
         for k, layer in enumerate(layers)
         if isinstance(layer, nn.Module)
         for name, p in layer.named_parameters()
+        if p.requires_grad
     }

@@ -107,7 +107,9 @@ class Replicas:
     def norm(self, norm_type: float) -> Tensor:
         """The norm of all gradients of the model (collective). The sum is computed in layer order, so it is equal under
         every plan."""
-        world, layers = self._world, self._layers
+        world, layers, norm_type = self._world, self._layers, float(norm_type)
+        if not norm_type > 0:
+            raise OctoPipeError(f"norm_type is {norm_type:g}; give a number > 0, or inf")
         largest = norm_type == float("inf")
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         by_axes: dict[tuple[str, ...], Tensor] = {}
@@ -115,6 +117,7 @@ class Replicas:
             grad = s.parameter.grad
             if grad is None or s.holders[0] != world.rank:
                 continue
+            grad = grad.coalesce().values() if grad.is_sparse else grad
             wide = torch.float32 if grad.dtype in LOW else None
             value = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
             value = (value.full_tensor() if hasattr(value, "full_tensor") else value).double()

@@ -8,7 +8,8 @@ diverge. After every step, a changed floating-point buffer becomes the mean over
 integer or boolean buffer becomes the maximum. All copies are then equal again, and a checkpoint holds the values of all
 ranks. (A single process would have updated one buffer with all micro-batches in turn; the mean of the copies
 corresponds to averaging the statistics of replicas.) A buffer that is one object in layers on different ranks has no
-such mean: changing it is an error.
+such mean: changing it is an error. Copies of different shape (a buffer that grows) have none either, and a buffer that
+a forward makes itself is not known to all ranks: such copies stay apart, with a warning.
 
 Constants (masks, position tables) are never modified, and nothing is sent for them. A change is detected by the
 tensor's version, and for small buffers by their values, because batch norm changes its statistics without a new
@@ -19,6 +20,8 @@ in every step.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,26 +60,27 @@ class SharedBuffers:
         self._groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[_Buffer]] = {}
         self._alone: list[_Buffer] = []
         self._steps = 0
-        for k, module in modules.items():
-            for prefix, inner in module.named_modules():
-                for key, value in inner._buffers.items():
-                    if value is None:
-                        continue
-                    name = f"{k}.{prefix}.{key}" if prefix else f"{k}.{key}"
-                    buffer = _Buffer(name, inner, key)
-                    where = (holders[k], tuple(axes.get(name, ())))
-                    if len(where[0]) > 1 or where[1]:
-                        self._groups.setdefault(where, []).append(buffer)
-                    elif name in self._one:
-                        self._alone.append(buffer)
+        known: set[str] = set()
+        for buffer in _buffers_of(modules):
+            known.add(buffer.name)
+            where = (holders[buffer.layer], tuple(axes.get(buffer.name, ())))
+            if len(where[0]) > 1 or where[1]:
+                self._groups.setdefault(where, []).append(buffer)
+            elif buffer.name in self._one:
+                self._alone.append(buffer)
+        copied = {k: m for k, m in modules.items() if len(holders[k]) > 1 or world.axes}
+        self._late: _Late | None = _Late(copied, known) if copied else None
+        self._warned: set[str] = set()
 
     def keep_alike(self) -> None:
         """Make the copies of every buffer equal after a step (collective over the copies)."""
         problem = ""
         self._steps += 1
+        if self._late is not None and self._late.seen_all():
+            self._late = None
         looks = self._steps <= FIRST or self._steps % EVERY == 0
         for buffer in self._alone + [b for some in self._groups.values() for b in some]:
-            if buffer.name in self._one and buffer.changed(look=looks or buffer.tensor().device.type == "cpu"):
+            if buffer.name in self._one and buffer.changed(look=looks or not buffer.on_device()):
                 problem = (
                     f"buffer {buffer.name} is one with {self._one[buffer.name]}, of a layer on another rank, and "
                     "forwards change it: every rank would have its own; put these layers on one rank, or give each its "
@@ -91,22 +95,37 @@ class SharedBuffers:
             self._exchange(groups + [self._world.axes[axis] for axis in axes], buffers, looks)
 
     def _exchange(self, groups: list[Any], buffers: list[_Buffer], looks: bool) -> None:
-        tensors = [b.tensor() for b in buffers]
-        device = tensors[0].device
+        device = next((t.device for b in buffers if (t := b.tensor()) is not None), torch.device("cpu"))
         looks = looks or device.type == "cpu"
-        changed = torch.tensor([float(b.changed(look=looks) or (b.moves and not looks)) for b in buffers])
+        changed = [float(b.changed(look=looks) or (b.moves and not looks)) for b in buffers]
         if looks:
-            flags = changed.to(device)
+            forms = [b.form() for b in buffers]
+            flags = torch.tensor([changed, forms, [-x for x in forms]], dtype=torch.float64, device=device)
             self._reduced(groups, flags, dist.ReduceOp.MAX)
-            for buffer, flag in zip(buffers, flags.tolist()):
+            for buffer, flag, most, least in zip(buffers, *flags.tolist(), strict=True):
                 buffer.moves |= flag > 0
-        moving = [(b, t, c) for b, t, c in zip(buffers, tensors, changed.tolist()) if b.moves]
+                buffer.apart = most != -least
+                if buffer.apart and flag > 0:
+                    self._warn(buffer)
+        moving = [
+            (b, t, c) for b, c in zip(buffers, changed) if b.moves and not b.apart and (t := b.tensor()) is not None
+        ]
         for op, mine in (
             (dist.ReduceOp.SUM, [x for x in moving if _is_number(x[1])]),
             (dist.ReduceOp.MAX, [x for x in moving if not _is_number(x[1])]),
         ):
             if mine:
                 self._made_alike(groups, mine, op, mean=op == dist.ReduceOp.SUM)
+
+    def _warn(self, buffer: _Buffer) -> None:
+        if buffer.name not in self._warned:
+            self._warned.add(buffer.name)
+            warnings.warn(
+                f"buffer {buffer.name} has another shape or dtype on another rank that holds a copy of its layer: the "
+                "copies stay apart, and each sees its own micro-batches only; plan without copies (--no-copies) where "
+                "they must be one",
+                stacklevel=6,
+            )
 
     def _made_alike(
         self, groups: list[Any], mine: Sequence[tuple[_Buffer, Tensor, float]], op: Any, *, mean: bool
@@ -132,34 +151,82 @@ class SharedBuffers:
             wait_for(all_reduce(group, values, op), self._timeout_s, "the exchange of buffers")
 
 
+def _buffers_of(modules: Mapping[int, nn.Module]) -> list[_Buffer]:
+    """The buffers that there are, in one order on all ranks."""
+    return [
+        _Buffer(k, f"{k}.{prefix}.{key}" if prefix else f"{k}.{key}", inner, key)
+        for k, module in modules.items()
+        for prefix, inner in module.named_modules()
+        for key, value in inner._buffers.items()
+        if value is not None
+    ]
+
+
+class _Late:
+    """Buffers that the forwards of the first steps made: a table is made once, a statistic changes again."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], known: set[str]):
+        self._modules, self._known = modules, known
+        self._found: list[_Buffer] = []
+        self._steps = 0
+
+    def seen_all(self) -> bool:
+        """Look after a step; warns of a buffer that changes. Whether this was the last look."""
+        self._steps += 1
+        if self._steps == 1:
+            self._found = [b for b in _buffers_of(self._modules) if b.name not in self._known]
+            return not self._found
+        moving = next((b for b in self._found if b.changed(look=True)), None)
+        if moving is not None:
+            warnings.warn(
+                f"buffer {moving.name} was made by a forward and changes from forward to forward, and several ranks "
+                "hold a copy of its layer: the copies stay apart, and each sees its own micro-batches only; give it a "
+                "first value in __init__, and they are averaged",
+                stacklevel=5,
+            )
+        return True
+
+
 class _Buffer:
     """One buffer, looked up by its name, whichever tensor is registered there."""
 
-    __slots__ = ("_copy", "_key", "_module", "_seen", "_version", "moves", "name")
+    __slots__ = ("_copy", "_key", "_module", "_seen", "_version", "apart", "layer", "moves", "name")
 
-    def __init__(self, name: str, module: nn.Module, key: str):
-        self.name, self._module, self._key = name, module, key
+    def __init__(self, layer: int, name: str, module: nn.Module, key: str):
+        self.layer, self.name, self._module, self._key = layer, name, module, key
         self.moves = False
         """Whether some copy of it was seen to change."""
+        self.apart = False
+        """Whether the copies have different forms."""
         self.note()
 
-    def tensor(self) -> Tensor:
-        return local(self._module._buffers[self._key])  # type: ignore[arg-type]
+    def tensor(self) -> Tensor | None:
+        now = self._module._buffers.get(self._key)
+        return None if now is None else local(now)
+
+    def on_device(self) -> bool:
+        now = self.tensor()
+        return now is not None and now.device.type != "cpu"
+
+    def form(self) -> float:
+        """A number for its shape and dtype: copies of different numbers cannot be averaged."""
+        now = self.tensor()
+        return 0.0 if now is None else float(zlib.crc32(f"{list(now.shape)} {now.dtype}".encode()))
 
     def note(self) -> None:
         """Record that the present value is the one that all copies have."""
-        self._seen = self._module._buffers[self._key]
+        self._seen, now = self._module._buffers.get(self._key), self.tensor()
         self._version = -1 if self._seen is None else self._seen._version
-        small = self._seen is not None and self._seen.nbytes <= SMALL_BYTES
-        self._copy = self.tensor().clone() if small else None
+        self._copy = now.clone() if now is not None and now.nbytes <= SMALL_BYTES else None
 
     def changed(self, *, look: bool) -> bool:
         """Whether the buffer has changed since `note`. `look` also compares the values, for which the host waits for
         the device."""
-        now = self._module._buffers[self._key]
+        now = self._module._buffers.get(self._key)
         if now is not self._seen or (now is not None and now._version != self._version):
             return True
-        return look and self._copy is not None and not torch.equal(self.tensor(), self._copy)
+        values = self.tensor()
+        return look and self._copy is not None and values is not None and not torch.equal(values, self._copy)
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -23,11 +23,13 @@ class Enter(Function):
     """The input of a stage as its layers see it: an ordinary tensor inside a graph, in the same memory.
 
     A leaf would not do: torch does not allow changing a leaf in place, `retain_grad` has no effect on it, and we use
-    its gradient ourselves. The version counter is shared, so whoever saved that memory notices a change.
+    its gradient ourselves. The version counter is shared, so whoever saved that memory notices a change. A gradient
+    that does not exist stays None.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod

@@ -51,6 +51,7 @@ class Rerun(SplitMode):
         TorchFunctionMode.__init__(self)
         self._params, self._casts, self.has_weights = mode._params, mode._casts, mode.has_weights
         self.queue, self.habits, self.left_alone = mode.queue, mode.habits, mode.left_alone
+        self.reads = None
         self.hooked = self.in_backward = self._off = self._own_graph = self.keeps_nothing = False
         self._whole = False
         self._leave_out: int | None = None

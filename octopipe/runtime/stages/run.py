@@ -28,6 +28,7 @@ from octopipe.runtime.stages.repeatable import (
 )
 from octopipe.runtime.stages.replay import Kept, Start
 from octopipe.runtime.stages.rng import States, rng_kept, rng_state, set_rng_state
+from octopipe.runtime.stages.silent_changes import Prints
 from octopipe.runtime.stages.weight_queue import Between, OperandChanged, WeightQueue
 from octopipe.runtime.stages.wgrad import SplitMode
 from octopipe.runtime.stages.wgrad_ops import Restart
@@ -42,8 +43,8 @@ class StageRun:
     """One micro-batch in a stage, created by `Stage.forward`: with its graph, or without one if R is to build it."""
 
     __slots__ = (
-        "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_queue", "_rng", "_seed", "_side", "_stage",
-        "_then", "_wanted", "outputs", "outputs_need_grad",
+        "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_prints", "_queue", "_rng", "_seed", "_side",
+        "_stage", "_then", "_wanted", "outputs", "outputs_need_grad",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +66,7 @@ class StageRun:
         self._rng: States | None = None
         self._kept: Kept | None = None
         self._digests: list[Digest] | None = None
+        self._prints: Prints | None = None
         # Cut from the neighbour's graph: our leaves share its memory but not its history.
         if isinstance(inputs, Tensor):  # most values are one tensor
             self._inputs: Any = inputs.detach()
@@ -97,6 +99,8 @@ class StageRun:
             self._forward(graph, stage.mode)
             if graph:
                 self._let_go()
+        if stage.watches_weights and (graph or again) and stage.checking:
+            self._prints = stage.silent.look()
         stage.check_given_away()
         stage.give_away(self.outputs)
 
@@ -211,6 +215,8 @@ class StageRun:
         if self._edges is not None or self._kept is None:
             raise OctoPipeError("R of a run that kept its graph: pass recompute=True to its forward")
         stage, first = self._stage, self._digests
+        if self._prints is not None:
+            stage.silent.check(self._prints)
         self._again(first is not None)
         if first is not None:
             second = self._digests or []
@@ -299,6 +305,8 @@ class StageRun:
         if self._then is not None and True not in self.outputs_need_grad:
             why = "a layer or loss_fn detaches it, or every parameter is frozen"
             raise OctoPipeError(f"the loss depends on nothing that takes a gradient: {why}")
+        if self._prints is not None:
+            self._stage.silent.check(self._prints)
         leaves: list[Any]
         if grads is None:
             leaves = [None if edge is None else gradient_of_one(edge) for edge in edges]

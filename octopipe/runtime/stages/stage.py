@@ -40,6 +40,7 @@ from octopipe.runtime.stages.replay import Replay, Start
 from octopipe.runtime.stages.rerun import Rerun
 from octopipe.runtime.stages.rng import mix, seed_all
 from octopipe.runtime.stages.run import StageRun
+from octopipe.runtime.stages.silent_changes import SilentChanges
 from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
 from octopipe.runtime.stages.wgrad_ops import Restart
 from octopipe.runtime.values import flatten
@@ -76,6 +77,7 @@ class Stage:
         self.rerun = Rerun(self.mode)
         self.replay = Replay(self.modules, first_layer)
         self.hooked = HookedParameters(self.modules, first_layer)
+        self.silent = SilentChanges(self.modules, first_layer)
         self.grad_inside = False
         """Whether forwards need gradients enabled even if none are required."""
         self.draws = True
@@ -84,6 +86,8 @@ class Stage:
         """Whether forwards run backward themselves, so that F must keep what autograd saves until it ends."""
         self.always_check = False
         """Whether R is compared with F in every step, not only in the first ones."""
+        self.watches_weights = False
+        """Whether parameters that a forward changes through `.data` are looked for (in the steps of `checking`)."""
         self.in_step_with_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         """Whether forwards may communicate with processes outside the pipeline (experts' exchange, tensor parallelism).
         All of them must then run a forward equally often: how often must not depend on the values of one of them."""

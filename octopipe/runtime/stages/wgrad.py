@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from octopipe.runtime.stages.foreign_reads import ForeignReads
 from octopipe.runtime.stages.weight_queue import WeightQueue, is_distributed
 from octopipe.runtime.stages.wgrad_ops import (
     Batched,
@@ -109,6 +110,8 @@ class SplitMode(TorchFunctionMode):
         """Whether this forward's graph is thrown away: nothing may be held for its backward."""
         self.left_alone: set[int] = set()
         """Ids of parameters whose gradients autograd must add itself (somebody hooks the adding)."""
+        self.reads: ForeignReads | None = None
+        """Set while forwards are looked at: notes weights of layers on other ranks that they read."""
         self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
         self._params = {
@@ -137,6 +140,8 @@ class SplitMode(TorchFunctionMode):
         # Dynamo traces this method: inside a compiled layer it must vanish.
         if _is_traced():
             return func(*args, **(kwargs or {}))
+        if self.reads is not None:
+            self.reads.note(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             if _is_grad_enabled():
@@ -191,6 +196,8 @@ class SplitMode(TorchFunctionMode):
             return None, None
         if weight is base:
             return param, None
+        if not _fills_its_memory(param):  # a gradient is laid out without the gaps
+            return None, None
         reach = 1
         for stride, size in sorted((st, sz) for st, sz in zip(weight.stride(), weight.shape) if sz > 1):
             if stride < reach:  # overlapping (expanded) view: two entries would share one gradient
@@ -218,6 +225,16 @@ class SplitMode(TorchFunctionMode):
     def clear_casts(self) -> None:
         """Drop the low-precision copies of the weights (called when the step is over)."""
         self._casts.clear()
+
+
+def _fills_its_memory(param: Tensor) -> bool:
+    """Whether a parameter's elements lie side by side, in any order: a slice of a larger tensor has gaps."""
+    reach = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(param.stride(), param.shape) if sz > 1):
+        if stride != reach:
+            return False
+        reach *= size
+    return True
 
 
 def site_of(weight: Tensor) -> WeightSite | None:

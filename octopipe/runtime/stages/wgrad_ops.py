@@ -91,7 +91,7 @@ def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
     gradient of low-precision operands gets their product in float32, never rounded in between.
     """
     if len(layout[0] if layout else param.shape) == 2:
-        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+        a, b = _rows(a), _rows(b)
     if param.grad is None and (layout is None or _is_transpose(param, layout)):
         left, right = (a, b) if layout is None else (b, a)
         param.grad = wide_product(left.mT, right, gradient_dtype(param))
@@ -141,7 +141,7 @@ def _has_wide_products(device: torch.device) -> bool:
 
 def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:
     """`add_product` of DTensors: the product of the local parts, placed as the parameter is."""
-    product = a.reshape(-1, a.shape[-1]).mT @ b.reshape(-1, b.shape[-1])
+    product = _rows(a).mT @ _rows(b)
     if product.placements != param.placements:
         product = product.redistribute(placements=param.placements)
     product = product.to(gradient_dtype(param))
@@ -176,6 +176,8 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 # returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
 # checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
 # Outputs are no views: what a user changes in place must not be a view that a function made.
+# A gradient that does not exist (a user's own function returned None) stays none, as in torch's own products: made into
+# zeros, it would give weights a gradient for which an optimizer decays and moves them.
 
 
 class Restart(BaseException):
@@ -235,13 +237,16 @@ class Linear(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, computed)
+        ctx.set_materialize_grads(False)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         w = weight if computed is None else computed
         out = F.linear(x, w, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
         return out.detach() if out._is_view() else out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
+    def backward(ctx: Any, g: Tensor | None) -> Gradients:
+        if g is None:
+            return None, None, None, None, None
         x, weight, computed = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
         with WithoutFunctionModes():
@@ -261,8 +266,9 @@ class Linear(Function):
         return gx, gw, gb, None, None
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def _rows(x: Any) -> Any:
+    """A matrix of all its vectors, which may have no elements."""
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
@@ -292,6 +298,7 @@ class LeftOut(Linear):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: WeightSite, computed: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, None)
+        ctx.set_materialize_grads(False)
         ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         return x.new_zeros((*x.shape[:-1], weight.shape[0]))
 
@@ -304,6 +311,7 @@ class Batched(Function):
         ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, site: WeightSite, left: bool, computed: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(a, b, computed)
+        ctx.set_materialize_grads(False)
         if computed is not None:
             a, b = (computed, b) if left else (a, computed)
         ctx.site, ctx.left, ctx.bias_shape = site, left, None if bias is None else bias.shape
@@ -312,7 +320,9 @@ class Batched(Function):
         return torch.addmm(bias, a, b) if a.ndim == 2 else torch.baddbmm(bias, a, b)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
+    def backward(ctx: Any, g: Tensor | None) -> Gradients:
+        if g is None:
+            return None, None, None, None, None, None
         a, b, computed = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
         ga = gb = None
@@ -338,11 +348,14 @@ class Grouped(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, site: WeightSite) -> Tensor:
         ctx.save_for_backward(x, w, offs)
+        ctx.set_materialize_grads(False)
         ctx.site = site
         return grouped_mm(x, w, offs=offs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
+    def backward(ctx: Any, g: Tensor | None) -> Gradients:
+        if g is None:
+            return None, None, None, None
         x, w, offs = ctx.saved_tensors
         site, gw = ctx.site, None
         with WithoutFunctionModes():
@@ -361,11 +374,14 @@ class Embedding(Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int, site: WeightSite) -> Tensor:
         ctx.save_for_backward(ids)
+        ctx.set_materialize_grads(False)
         ctx.site, ctx.padding_idx, ctx.rows = site, padding_idx, weight.shape[0]
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
+    def backward(ctx: Any, g: Tensor | None) -> Gradients:
+        if g is None:
+            return None, None, None, None
         (ids,) = ctx.saved_tensors
         gw = None
         with WithoutFunctionModes():

@@ -212,8 +212,9 @@ def _memory(tensor: Tensor) -> Tensor:
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantised tensor" if tensor.is_quantized else f"tensor of layout {str(tensor.layout)[6:]}"
+        kind = "nested tensor" if tensor.is_nested else kind
         raise OctoPipeError(f"a stage's output holds a {kind}, which cannot be sent to another rank; make it dense")
     return tensor
 

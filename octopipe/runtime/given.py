@@ -1,0 +1,114 @@
+"""Checks of what a `Pipeline` is given, so that a slip is told in one line where it was made.
+
+Knows: what layers, plans, losses and contexts look like, and what is mostly given in their place. Does not know: what
+is made of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.simulation.lowering import Program
+
+
+def check_given(layers: Any, plan: Any, loss_fn: Any, timeout_s: float) -> None:
+    """Raise for arguments of a `Pipeline` that are something else than they are taken for."""
+    if timeout_s <= 0:
+        raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
+    listed = hasattr(layers, "__len__") and hasattr(layers, "__getitem__")
+    if not listed or isinstance(layers, Mapping | nn.ModuleDict):
+        raise OctoPipeError(
+            f"layers is a {type(layers).__name__}; give a list with a module or factory for every layer"
+        )
+    if not isinstance(plan, Plan | Program):
+        mend = "give a Plan"
+        if isinstance(plan, str | PathLike):
+            mend = "load the file (octopipe.load_plan), or make a plan (octopipe.build_plan)"
+        elif isinstance(getattr(plan, "plan", None), Plan):
+            mend = "give its .plan"
+        raise OctoPipeError(f"plan is a {type(plan).__name__}; {mend}")
+    if isinstance(loss_fn, type):
+        raise OctoPipeError(f"loss_fn is the class {loss_fn.__name__}; give an object of it ({loss_fn.__name__}())")
+    if not callable(loss_fn):
+        raise OctoPipeError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (output, target)")
+
+
+def check_factory(layer: Callable[..., Any], number: int) -> None:
+    """Raise for a function that is no factory, because it takes arguments: a layer without a module, say."""
+    try:
+        inspect.signature(layer).bind()
+    except TypeError:
+        needs = True
+    except ValueError:  # without a signature, as torch's own functions are
+        needs = not isinstance(layer, type)
+    else:
+        needs = False
+    if needs:
+        name = getattr(layer, "__name__", type(layer).__name__)
+        raise OctoPipeError(
+            f"layer {number} is {name}, which takes arguments; give a module (an nn.Module around a function), or a "
+            "factory without arguments"
+        )
+
+
+def check_built(module: nn.Module, number: int, device: torch.device) -> None:
+    """Raise for a module whose tensors cannot be trained or sent as they are."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        what = ""
+        if torch.nn.parameter.is_lazy(tensor):
+            what = "has no shape yet (a lazy module); run the layer once on an example before"
+        elif tensor.is_meta and device.type != "meta":
+            what = "is on the meta device and has no values; give it some (to_empty() and an initialisation)"
+        elif tensor.is_inference():
+            what = "was made in torch.inference_mode(); make the layer outside of it"
+        if what:
+            raise OctoPipeError(f"layer {number}: {name} {what}")
+
+
+def check_context(autocast: Any) -> None:
+    """Raise for a value of `autocast` that is neither a dtype nor a function that makes a context."""
+    if autocast is None or isinstance(autocast, torch.dtype):
+        return
+    if isinstance(autocast, AbstractContextManager) or hasattr(type(autocast), "__enter__") or not callable(autocast):
+        raise OctoPipeError(
+            f"autocast is a {type(autocast).__name__}; give a dtype (torch.bfloat16), or what makes a context"
+        )
+
+
+def takes_target(loss_fn: Any) -> bool:
+    """Whether a loss function cannot be called without a target, as far as its signature tells."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    try:
+        signature.bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+def check_loss(loss: Any) -> None:
+    """Raise for a loss of one micro-batch that is not one real number."""
+    if isinstance(loss, int | float):
+        return
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
+    if loss.is_complex():
+        raise OctoPipeError(
+            "loss_fn returned a complex number, which cannot be minimised; take its modulus or real part"
+        )

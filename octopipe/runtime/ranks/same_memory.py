@@ -1,0 +1,69 @@
+"""Refuses weights that layers on different ranks share as memory, but not as one parameter.
+
+Knows: which tensors of the given layers lie in the same memory. Does not know: ties of one object (`layers.py`), or
+values that forwards read from elsewhere.
+
+`head.weight.data = embedding.weight.data` and `register_buffer("table", embedding.weight.detach())` make two tensors
+of one memory: in one process an update of the one is an update of the other. Every rank has its own memory, so there
+they would drift apart in silence. Layers that stand on the same ranks share it there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class _Held(NamedTuple):
+    name: str
+    tensor: Tensor
+    ranks: frozenset[int]
+
+
+def refuse_shared_memory(layers: Sequence[Any], ranks_of: Mapping[int, set[int]], tied: Mapping[str, str]) -> None:
+    """Raise if a trainable parameter shares memory with another tensor of a layer that other ranks hold. `tied`: first
+    names of ties, by name."""
+    by_memory: dict[int, dict[int, _Held]] = {}
+    for k, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            for name, tensor in _tensors(layer):
+                held = _Held(f"{k}.{name}", tensor, frozenset(ranks_of[k]))
+                if address := tensor.untyped_storage().data_ptr():
+                    by_memory.setdefault(address, {}).setdefault(id(tensor), held)
+    for memory in by_memory.values():
+        for one, other in combinations(memory.values(), 2):
+            trained = one.tensor.requires_grad or other.tensor.requires_grad
+            if tied.get(one.name, one.name) == tied.get(other.name, other.name):
+                continue
+            if trained and one.ranks != other.ranks and _overlap(one.tensor, other.tensor):
+                both = isinstance(one.tensor, nn.Parameter) and isinstance(other.tensor, nn.Parameter)
+                mend = f"tied=[({one.name!r}, {other.name!r})]" if both else "give it a copy"
+                raise OctoPipeError(
+                    f"{one.name} and {other.name} are two tensors in one memory, and their layers are on different "
+                    "ranks, where each would have its own: an update of the one would not reach the other; make them "
+                    f"one Parameter, or {mend}"
+                )
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            yield name, tensor
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common: parts of a fused weight have none."""
+    if one.dtype.itemsize != other.dtype.itemsize:
+        return True
+    length = one.untyped_storage().nbytes() // one.dtype.itemsize
+    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
