@@ -78,7 +78,8 @@ class Knapsack:
 
     def cell(self, room: Floats) -> NDArray[np.int64]:
         """The grid cell of an amount of room; -1 where there is none."""
-        held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
+        with np.errstate(over="ignore"):  # where nothing is kept, units are tiny
+            held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
         return np.floor(held).astype(np.int64)
 
 
