@@ -248,13 +248,15 @@ def costs_of_setup(
     if setup.nodes:
         ranks = ranks_on(setup.nodes, setup.pp, setup.tp * setup.cp * setup.dp)
         whole = {
-            kind.name: float(setup_costs(spec, replace(setup, gpu=kind, nodes=())).layer_ms.sum())
-            for kind in {rank.gpu for rank in ranks}
+            (kind.name, size): float(
+                setup_costs(spec, replace(setup, gpu=kind, nodes=(), gpus_per_node=size)).layer_ms.sum()
+            )
+            for kind, size in {(rank.gpu, rank.node_gpus) for rank in ranks}
         }
         reference = float(table.layer_ms.sum())
         table = table.replace(
             network=network_of(ranks),
-            rank_slowdown=tuple(whole[rank.gpu.name] / reference for rank in ranks),
+            rank_slowdown=tuple(whole[rank.gpu.name, rank.node_gpus] / reference for rank in ranks),
             rank_memory_bytes=memory_bytes(ranks, setup.reserve_gib, default_reserve_gib),
         )
     return table if setup.p2p_ms is None else table.replace(network=Network.constant(setup.p2p_ms))

@@ -6,14 +6,17 @@ recomputation costs (`analytic/`, `price.py`), or systems that decide it themsel
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Op, Plan
-from octopipe.simulation.simulator import simulate
+from octopipe.plans.pair_price import op_durations
+from octopipe.plans.plan import F, Op, Plan, R
+from octopipe.plans.price import stage_memory, static_bytes
+from octopipe.simulation.simulator import changes_of_ops, simulate
 from octopipe.simulation.timeline import Timeline
 
 
@@ -74,34 +77,75 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
     return recomputing(plan, dict(enumerate(high)))
 
 
+SIMULATED_OPS = 500_000
+"""So many ops are simulated at most to find out which stages need not be recomputed: a second or two of one core."""
+SLACK = 1e-9
+"""By which share a sum of bytes may be over the memory because of rounding, before a simulation says so exactly."""
+
+
 def without_needless_recomputation(plan: Plan, costs: CostTable, timeline: Timeline) -> tuple[Plan, Timeline]:
     """The plan with no stage recomputed whose activations could be kept without making the step longer or the plan too
     large, and its timeline. A search does not avoid these: where a rank waits, R costs no time in its simulation. Plans
-    with pairs, paths or activations in host memory stay as they are."""
-    if plan.pairs or plan.forks or plan.offloads:
+    with pairs, paths or activations in host memory stay as they are; in plans of so many ops that `SIMULATED_OPS` are
+    spent before all stages are settled, some may be left."""
+    if plan.pairs or plan.forks or plan.offloads or not recomputes(plan):
         return plan, timeline
-    left = deque(number for number, stage in enumerate(plan.stages) if stage.recompute)
-    refused = 0
-    while refused < len(left):  # without one of them, another one that was needed may not be
-        number = left.popleft()
-        after = simulate(kept := _keeping(plan, number), costs, check=False)
-        if after.fits >= timeline.fits and after.step_ms <= timeline.step_ms:
-            plan, timeline, refused = kept, after, 0
-        else:
-            left.append(number)
-            refused += 1
+    left = SIMULATED_OPS
+    refused: set[int] = set()
+    while together := _may_be_kept(plan, costs, refused):
+        waiting, kept = [together], False
+        while waiting and left > 0:
+            stages = waiting.pop(0)
+            fewer = _keeping(plan, stages)
+            after = simulate(fewer, costs, check=False)
+            left -= sum(map(len, fewer.orders))
+            if after.fits >= timeline.fits and after.step_ms <= timeline.step_ms:
+                plan, timeline, kept = fewer, after, True
+            elif len(stages) == 1:
+                refused.update(stages)
+            else:
+                half = len(stages) // 2
+                waiting[:0] = [stages[:half], stages[half:]]
+        if left <= 0:
+            break
+        if kept:  # without one of them, another one that was needed may not be
+            refused.clear()
     return plan, timeline
 
 
-def _keeping(plan: Plan, number: int) -> Plan:
-    """The plan with one stage that keeps its activations."""
-    stages, orders = list(plan.stages), plan.orders
-    stages[number] = replace(stages[number], recompute=False)
-    return replace(
-        plan,
-        stages=tuple(stages),
-        orders=tuple(tuple(op for op in order if op.kind != "R" or op.stage != number) for order in orders),
-    )
+def _may_be_kept(plan: Plan, costs: CostTable, refused: Collection[int]) -> list[int]:
+    """Stages whose activations can be kept, all at once, as far as the orders alone say: what a rank holds while an op
+    runs is at least what its ops before that one left, whenever they run. Most stages of plans that fill their memory
+    are settled by this, without a simulation."""
+    t, static = plan.table(), static_bytes(plan, costs)
+    at_start, at_end = changes_of_ops(plan, costs)
+    memory = stage_memory(plan, costs)
+    freed = (memory.activation - memory.kept)[t.stage, t.micro_batch]
+    lasts = op_durations(plan, costs) > 0.0
+    found = []
+    for rank in range(plan.num_ranks):
+        mine = slice(int(t.offsets[rank]), int(t.offsets[rank + 1]))
+        before = np.cumsum(at_start[mine] + at_end[mine]) - at_end[mine]
+        counts, limit = lasts[mine].copy(), (1 + SLACK) * costs.capacity_bytes(rank) - static[rank]
+        for number in plan.stages_of_rank(rank):
+            if not plan.stages[number].recompute or number in refused:
+                continue
+            own, kind = t.stage[mine] == number, t.kind[mine]
+            again = own & (kind == R)
+            more = np.cumsum(np.where(own & (kind == F), freed[mine], 0.0) - np.where(again, freed[mine], 0.0))
+            held = (before + more)[counts & ~again]
+            if held.max(initial=0.0) <= limit:
+                before, counts = before + more, counts & ~again
+                found.append(number)
+    return sorted(found)
+
+
+def _keeping(plan: Plan, numbers: Collection[int]) -> Plan:
+    """The plan with stages that keep their activations."""
+    whole = set(numbers)
+    stages = tuple(replace(s, recompute=False) if k in whole else s for k, s in enumerate(plan.stages))
+    orders = (tuple(op for op in order if op.kind != "R" or op.stage not in whole) for order in plan.orders)
+    return replace(plan, stages=stages, orders=tuple(orders))
 
 
 def checkpointed_per_stage(plan: Plan, layers: int) -> tuple[int, int]:

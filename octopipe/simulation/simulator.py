@@ -235,7 +235,7 @@ def _memory_curves(
     moves: HostMoves | None,
 ) -> tuple[MemoryCurve, ...]:
     t = plan.table()
-    at_start, at_end = _changes_of_ops(plan, costs)
+    at_start, at_end = changes_of_ops(plan, costs)
     changes = _Changes()
     changes.add(t.rank, spans.start_ms, at_start)
     changes.add(t.rank, spans.end_ms, at_end)
@@ -279,7 +279,7 @@ class _Changes:
         return tuple(curves)
 
 
-def _changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
+def changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
     """By how much every op changes the bytes in use on its rank, at its start and at its end."""
     t = plan.table()
     memory = stage_memory(plan, costs)
@@ -433,4 +433,7 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     return tuple(extras)
 
 
-__all__ = ["KINDS", "jitter_ms", "makespan_ms", "memory_curves", "ops_and_transfers", "simulate", "with_memory"]
+__all__ = [
+    "KINDS", "changes_of_ops", "jitter_ms", "makespan_ms", "memory_curves", "ops_and_transfers", "simulate",
+    "with_memory",
+]  # fmt: skip

@@ -22,6 +22,7 @@ from octopipe.costs.cluster.sizes import derived_sizes, micro_batches_of
 from octopipe.costs.resolve import resolve_costs
 from octopipe.models.zoo import preset
 from octopipe.plans.file import load_plan
+from octopipe.search.planner.splits import splits
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 
@@ -262,6 +263,21 @@ def test_a_vocabulary_over_all_ranks_leaves_no_wall_at_the_head() -> None:
 
 
 # -- unequal nodes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_nodes_of_a_cluster_file_are_as_large_as_it_says(size: int) -> None:
+    """Eight GPUs of a tensor-parallel group on several small nodes talk over the network."""
+    nodes = [{"gpu": "h100", "count": 32 // size, "gpus_per_node": size}]
+    told = resolve_costs("llama3-8b", pp=2, tp=8, dp=2, nodes=nodes)
+    flags = resolve_costs("llama3-8b", pp=2, tp=8, dp=2, gpu="h100", gpus_per_node=size)
+    assert told.layer_ms.tolist() == flags.layer_ms.tolist() and set(told.rank_slowdown) == {1.0}
+    if size < 8:  # the ranks on small nodes are slower than those on large ones
+        mixed = [{"gpu": "h100", "count": 2}, {"gpu": "h100", "count": 16 // size, "gpus_per_node": size}]
+        fast, slow = resolve_costs("llama3-8b", pp=2, tp=8, dp=2, nodes=mixed).rank_slowdown
+        assert fast < slow == pytest.approx(1.0)
+    base = Setup(gpu=gpu("h100"), nodes=tuple(tuple(n.values()) for n in nodes))
+    assert max(split.tp for split in splits(preset("llama3-8b"), base, gpus=32, global_batch=32)) == size
 
 
 def test_32_gpus_of_two_kinds_in_one_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -180,6 +180,29 @@ def test_no_stage_is_recomputed_whose_activations_could_be_kept(system: str, see
             assert not recomputes(plan) and plan.orders == plain.orders
 
 
+def test_large_plans_are_settled_by_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budgeted search does not overrun because many stages recompute: orders alone settle most of them."""
+    costs = CostTable.uniform(num_layers=64, activation_bytes=100.0, p2p_ms=0.05)
+    costs = costs.replace(forward_ms=np.random.default_rng(0).uniform(0.5, 2.0, 64), boundary_bytes=np.ones(64))
+    plain = build_plan("interleaved", costs, 8, 16, chunks=4)
+    again = recomputing(plain, head=True)
+    most, least = (max(simulate(plan, costs).peak_bytes) for plan in (plain, again))
+    limited = costs.replace(rank_memory_bytes=(float(most + least) / 2,))
+    before, simulated = simulate(again, limited), []
+
+    def counted(plan: Plan, *args: object, **more: object) -> object:
+        simulated.append(plan)
+        return simulate(plan, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("octopipe.search.recompute.simulate", counted)
+    plan, timeline = without_needless_recomputation(again, limited, before)
+    assert 0 < sum(bool(stage.recompute) for stage in plan.stages) < 32 and timeline.fits
+    assert len(simulated) <= 8
+    simulated.clear()
+    monkeypatch.setattr("octopipe.search.recompute.SIMULATED_OPS", 1)
+    assert without_needless_recomputation(again, limited, before)[1].fits and len(simulated) == 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_with_enough_memory_recomputes_nothing(seed: int) -> None:
     """Whatever its moves came through: cheap first and last layers, which ranks that wait can recompute for nothing."""

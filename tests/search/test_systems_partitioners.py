@@ -209,6 +209,12 @@ def test_adapipe_saves_the_best_set_of_layers() -> None:
     assert recomputed > 20
 
 
+def test_adapipe_plans_without_warnings_where_nothing_is_kept() -> None:
+    costs = CostTable.uniform(num_layers=8).replace(rank_memory_bytes=(1e12,))
+    with np.errstate(all="raise"):
+        assert not any(stage.recompute for stage in build_plan("adapipe", costs, 4, 8).stages)
+
+
 def test_mist_recomputes_the_fewest_first_layers_that_fit() -> None:
     rng = np.random.default_rng(13)
     counts = set()

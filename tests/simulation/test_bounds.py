@@ -188,6 +188,12 @@ def test_copies_that_cannot_be_reduced_in_time_or_held_do_not_weaken_the_bound()
     assert copied_bound(full, 3, 4).ms > work_bound_ms(full, 3, 4)
 
 
+def test_bounds_of_forwards_that_take_no_time_raise_no_warnings() -> None:
+    costs = CostTable.uniform(num_layers=8, forward_ms=0.0, activation_bytes=10.0).replace(rank_memory_bytes=(30.0,))
+    with np.errstate(all="raise", under="ignore"):
+        assert lower_bound(costs, 4, 8).ms >= 4 * 8 * 2.0 / 2
+
+
 def test_classes_speak_in_words() -> None:
     assert PlanClass(recompute=False, copies=False).words == "plans that hold each layer once and recompute nothing"
     assert PlanClass().words == "plans that hold each layer once and may recompute"

@@ -92,6 +92,15 @@ def count_gpus(nodes: Nodes) -> int:
     return sum(count * size for _, count, size in nodes)
 
 
+def node_gpus(nodes: Nodes, kind: str | None = None) -> int | None:
+    """GPUs on the fast links of the smallest node (of this kind); None where the file describes none.
+
+    >>> node_gpus((("h100", 2, 8), ("a100", 1, 4))), node_gpus((("h100", 2, 8), ("a100", 1, 4)), "h100"), node_gpus(())
+    (4, 8, None)
+    """
+    return min((size for name, _, size in nodes if kind in (None, name)), default=None)
+
+
 class RankGpus(NamedTuple):
     """The GPUs of one pipeline rank, including all its replicas."""
 
@@ -100,6 +109,8 @@ class RankGpus(NamedTuple):
     memory_gib: float
     """The smallest GPU memory of the rank."""
     nodes: frozenset[int]
+    node_gpus: int
+    """GPUs on the fast links of the smallest of these nodes."""
 
 
 def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
@@ -109,16 +120,17 @@ def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
             f"{pp} ranks of {gpus_per_stage} GPUs need {pp * gpus_per_stage}; the cluster file has {count_gpus(nodes)}"
         )
     kinds: list[tuple[Gpu, int]] = []
-    node = 0
+    sizes: list[int] = []
     for name, count, size in nodes:
         for _ in range(count):
-            kinds += [(gpu(name), node)] * size
-            node += 1
+            kinds += [(gpu(name), len(sizes))] * size
+            sizes.append(size)
     out = []
     for rank in range(pp):
         mine = kinds[rank * gpus_per_stage : (rank + 1) * gpus_per_stage]
         slowest = min((kind for kind, _ in mine), key=lambda g: g.bf16_tflops * g.clock)
-        out.append(RankGpus(slowest, min(k.memory_gib for k, _ in mine), frozenset(n for _, n in mine)))
+        near = frozenset(n for _, n in mine)
+        out.append(RankGpus(slowest, min(k.memory_gib for k, _ in mine), near, min(sizes[n] for n in near)))
     return out
 
 

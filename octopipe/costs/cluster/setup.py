@@ -35,6 +35,7 @@ from octopipe.costs.cluster.fields import (
     asked,
     fields_of,
 )
+from octopipe.costs.cluster.file import node_gpus
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
 from octopipe.costs.cluster.item_counts import ItemCounts
 from octopipe.costs.cluster.setup_words import words_of
@@ -397,7 +398,7 @@ class Setup:
             dp=self.dp,
             etp=self.etp,
             hsdp=self.hsdp,
-            gpus_per_node=self.gpus_per_node,
+            gpus_per_node=self.gpus_per_node or node_gpus(self.nodes, self.gpu.name),
             rank_speed=self.speeds,
             rank_memory_gib=self.memory_gib,
         )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.models.readers.hf_decoder import Config
 from octopipe.models.spec import Activation, Attention, Block, Embedding, Head, Layer, Mlp
 
@@ -60,6 +61,11 @@ def classic(config: Config, family: Classic) -> tuple[Layer, ...]:
     heads = config.size("num_attention_heads", "n_head", "num_heads", "n_heads")
     vocab = config.size("vocab_size", default=50257)
     blocks = config.count("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if (width := config.size("word_embed_proj_dim", default=h)) != h:  # OPT-350M
+        raise OctoPipeError(
+            f'{config.where}: "word_embed_proj_dim" is {width} beside "hidden_size" {h}: a table of words with '
+            "projections is not known here; `octopipe profile` measures the model itself"
+        )
     bias = config.flag("attention_bias", "qkv_bias", "use_bias", "bias", default=family.attention_bias)
     mixer = Attention(
         hidden=h,

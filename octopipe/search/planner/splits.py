@@ -6,10 +6,12 @@ Knows: the divisibility rules, what the user has fixed, and what a runtime can r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.file import node_gpus
 from octopipe.costs.cluster.hardware import Gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Attention, LatentAttention, ModelSpec, Moe
@@ -108,7 +110,8 @@ def splits(
         kept = [v for v in values if most is None or v <= most]
         return [v for v in kept if v == fixed[name]] if name in fixed else kept
 
-    for tp in allowed("tp", tensor_sizes(spec, base.gpu, base.gpus_per_node)):
+    node = base.gpus_per_node or math.gcd(*(size for _, _, size in base.nodes)) or None
+    for tp in allowed("tp", tensor_sizes(spec, base.gpu, node)):
         slices = [1, *(c for c in (2, 4, 8, 16, 32) if softmax and base.seq % (2 * c) == 0)]
         for cp in allowed("cp", [c for c in slices if c == 1 or base.seq // c >= LEAST_SLICE or "cp" in fixed]):
             if gpus % (tp * cp) or (cp > 1 and any(number % (tp * cp) for number in heads)):
@@ -173,7 +176,7 @@ def copies_of(split: Split, base: Setup, given: int | None) -> list[int]:
         return [given] if split.dp % given == 0 and experts % given == 0 and (given == 1 or split.zero) else []
     found = {1}
     if split.zero >= 2 and base.gpu is not None:
-        node = base.gpus_per_node or base.gpu.gpus_per_node
+        node = base.gpus_per_node or node_gpus(base.nodes) or base.gpu.gpus_per_node
         for nodes in SHARDED_NODES:
             sharded = max(1, nodes * node // split.tp)
             if replicas % sharded == 0:

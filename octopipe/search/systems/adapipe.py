@@ -78,7 +78,8 @@ class Knapsack:
 
     def cell(self, room: Floats) -> NDArray[np.int64]:
         """The grid cell of an amount of memory; -1 if there is none."""
-        held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
+        with np.errstate(over="ignore"):  # if nothing is kept, units are tiny
+            held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
         return np.floor(held).astype(np.int64)
 
 

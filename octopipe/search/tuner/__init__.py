@@ -346,7 +346,11 @@ def _finished(
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
         timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
     else:
-        chosen, timeline = without_needless_recomputation(chosen, costs, found.timeline)
+        timeline = found.timeline
+        try:
+            chosen, timeline = without_needless_recomputation(chosen, costs, timeline)
+        except KeyboardInterrupt:
+            found = replace(found, interrupted=True)
     small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
     if hide is None or found.interrupted or not small:  # Megatron's orders are what they are
         return found, chosen, timeline, mean_ms
@@ -368,12 +372,9 @@ def _hide(
 ) -> tuple[Plan, Timeline, bool]:
     """The plan with its transfers moved behind computation if that does not lengthen the step, its timeline, and
     whether the user interrupted this."""
-    seconds = min(HIDE_S, HIDE_SHARE * budget_s)
+    timed: dict[str, Any] = {"budget_s": min(HIDE_S, HIDE_SHARE * budget_s)}
     try:
-        if iterations is not None:
-            better = hide_transfers(plan, costs, moves=HIDE_MOVES, seed=seed)
-        else:
-            better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
+        better = hide_transfers(plan, costs, seed=seed, **(timed if iterations is None else {"moves": HIDE_MOVES}))
     except KeyboardInterrupt:
         return plan, before, True
     after = simulate(better, costs)

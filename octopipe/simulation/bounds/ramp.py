@@ -82,6 +82,8 @@ class Ramp:
         if not np.isfinite(room_bytes):
             return done
         per_byte = costs.forward_ms.sum() / max(float(costs.activation_bytes.sum()), 1e-300)
+        if per_byte <= 0.0:  # forwards that take no time have no price
+            return done
         low, high = np.log(0.02 * per_byte), np.log(50.0 * per_byte)
         # Convex in the price, so nearly unimodal in its logarithm; any price gives a valid bound.
         prices = np.linspace(low, high, self.prices)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing
 from octopipe.costs.analytic.table import checkpointed, price_layers, reduction_ms
+from octopipe.costs.cluster.file import node_gpus
 from octopipe.costs.cluster.hardware import GIB, Gpu, gpu
 from octopipe.costs.cluster.setup import Setup, default_reserve_gib
 from octopipe.models.spec import ModelSpec, Moe
@@ -138,7 +139,7 @@ class MeshPricer:
         self.spec, self.base = spec, base
         self.experts = [part.experts for layer in spec for part in layer.parts if isinstance(part, Moe)]
         self._known: dict[Mesh, LayerPrices] = {}
-        self._node_size = {name: size for name, _, size in base.nodes}
+        self._node_size = {name: node_gpus(base.nodes, name) for name, _, _ in base.nodes}
 
     def setup(self, mesh: Mesh, replica: int = 0) -> Setup:
         """The set-up of one replica of a mesh, as if all replicas were equal to it."""
