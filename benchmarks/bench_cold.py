@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 
+from one_line import start
+
 PROFILE = "h800/nemotron-h-8b"
 SETTING = ["--pp", "8", "--micro-batches", "16", "--p2p-ms", "0.3", "--json"]
 
@@ -68,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

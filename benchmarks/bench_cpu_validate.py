@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_gpu import SYSTEMS, models, tables
+from one_line import place_for, start
 
 from octopipe.runtime.measure.trial import STEADY_MEMORY
 from octopipe.runtime.ranks.launch import by_rank, run_ranks
@@ -81,15 +82,15 @@ def main() -> None:
     args = parser.parse_args()
     args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
     args.cores = [int(c) for c in args.cores.split(",") if c] or sorted(os.sched_getaffinity(0))
+    told = place_for(Path(args.out, "cpu.json"))
     before = os.getloadavg()
     rows = run_ranks(by_rank(task), args.nproc, args, threads=1, environment=STEADY_MEMORY)[0]
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     text = tables(rows)
     about = {"cores": os.cpu_count(), "used": args.cores, "load_before": before, "load_after": os.getloadavg()}
-    Path(args.out, "cpu.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
-    Path(args.out, "cpu.md").write_text(text)
+    told.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    told.with_suffix(".md").write_text(text)
     print(text, about)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

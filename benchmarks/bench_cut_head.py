@@ -15,9 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from bench_tune import units
+from one_line import place_for, start
 
 from octopipe.plans.file import save_plan
 from octopipe.search.systems import build_plan
@@ -38,6 +37,7 @@ def main() -> None:
     parser.add_argument("--p2p-ms", type=float, default=0.3)
     parser.add_argument("--keep", metavar="FOLDER", help="write the plans here")
     args = parser.parse_args()
+    kept = place_for(Path(args.keep, "plan.json")).parent if args.keep else None
     sizes = args.pp, args.micro_batches
     print("| model | whole head ms | bound of those ms | cut head ms | shards | bound of those ms | faster |")
     print("|---|--:|--:|--:|--:|--:|--:|")
@@ -57,11 +57,11 @@ def main() -> None:
             f"{cut.lower_bound_ms:.1f} | {whole.step_ms / cut.step_ms:.3f}x |",
             flush=True,
         )
-        if args.keep:
+        if kept:
             for word, result in (("whole", whole), ("cut", cut)):
-                save_plan(result.plan, Path(args.keep) / f"{name}-{word}.json")
+                save_plan(result.plan, kept / f"{name}-{word}.json")
                 print(json.dumps({"plan": f"{name}-{word}.json", "step_ms": result.step_ms}), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

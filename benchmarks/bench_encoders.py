@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
+from one_line import start
 
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -14,7 +14,6 @@ machine at least as many free cores as ranks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import random
@@ -30,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from one_line import known, place_for, start, write_json
 from torch import Tensor, nn
 from two_executors import (
     THEIR_SCHEDULES,
@@ -430,6 +430,9 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="keep every rank on a core of its own")
     parser.add_argument("--json", help="write the results here too")
     args = parser.parse_args()
+    known(args.sections, SECTIONS, "section")
+    for path in filter(None, (args.json, args.plans and f"{args.plans}/plan")):
+        place_for(path)
     results = {}
     for name in args.sections:
         results[name] = run_section(name, args)
@@ -437,9 +440,8 @@ def main() -> None:
         for key, value in results[name].items():
             print(f"  {key:45s} {value}")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"ranks": args.ranks, "torch": torch.__version__, **results}, file, indent=1)
+        write_json({"ranks": args.ranks, "torch": torch.__version__, **results}, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

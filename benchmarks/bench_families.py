@@ -12,7 +12,6 @@ ranks under 1F1B, ZB-V, interleaved, an irregular and a tuned plan.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 from hf_families import every_family, tiny_config
 from hf_towers import UnsplitFails, every_tower, tower_difference
 from hf_twins import chained, pipeline_differences
+from one_line import known, place_for, start, write_json
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface import layers
@@ -113,17 +113,20 @@ def main() -> None:
     parser.add_argument("--towers", action="store_true", help="the families with a tower or an encoder instead")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
+    if args.output:
+        place_for(args.output)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _late)
     ranks = plans = None
     if args.ranks:
+        from hf_twins import plans as make_plans
         from ranks import shared_ranks
-        from test_hf_layers import plans as make_plans
 
         ranks, plans = shared_ranks(2), make_plans
     rows, counts = [], Counter[str]()
-    for family in args.families or (every_tower() if args.towers else every_family()):
+    families = every_tower() if args.towers else every_family()
+    for family in known(args.families, families, "family") or families:
         began = time.perf_counter()
         signal.alarm(LIMIT_S)
         try:
@@ -137,8 +140,8 @@ def main() -> None:
         print(f"{verdict:10} {family:26} {note} [{time.perf_counter() - began:.1f} s]", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     if args.output:
-        Path(args.output).write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(rows, args.output)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

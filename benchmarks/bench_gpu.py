@@ -1,12 +1,15 @@
-"""Predicted against measured on one GPU that several ranks share: `python benchmarks/bench_gpu.py --phases smoke,run`.
+"""Predicted against measured on one GPU that several ranks share.
+
+    python benchmarks/bench_gpu.py --phases profile,plan,run
+    python benchmarks/bench_gpu.py --phases smoke,profile,plan,run --small --device cpu     # a rehearsal on a CPU
 
 Phases, each with its own processes under MPS and its own JSON file in --out:
   smoke    gradients of a small model under three systems against one process, and the links
   profile  every model's profile, with one to all ranks at work
-  run      profile again, then every plan of --plans (MODEL.M.NAME.json; or the systems' own plans): predicted and
-           measured step time and memory, steps written as they come
+  plan     a plan of every system and a tuned one for these profiles, in --plans (MODEL.M.NAME.json; needs no GPU)
+  run      profile again, then every plan of --plans: predicted and measured step time and memory, steps written as
+           they come
   tables   Markdown from the JSON of `run` (needs no GPU)
-Make plans between `profile` and `run` with `python benchmarks/bench_gpu.py --phases plan` (needs no GPU either).
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from one_line import needs_device, start
+from one_line import known, needs_device, place_for, start
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import jamba, llama, nemotron_h
 
 RANKS = 4
+MODELS = ("nemotron", "llama", "jamba")
 SYSTEMS = ("1f1b", "interleaved", "zb-v", "mist")
 
 
@@ -172,7 +177,6 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     """Profile each model, then run its plans; rank 0 writes a line of JSON per plan."""
     import torch.distributed as dist
 
-    from octopipe.base.errors import OctoPipeError
     from octopipe.plans.file import plan_from_json
     from octopipe.runtime.measure.trial import fidelity, profile_workload, run_plan
     from octopipe.runtime.ranks.world import World
@@ -288,8 +292,7 @@ def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> An
 
 
 def make_plans(args: argparse.Namespace) -> None:
-    """Plans of every system and the tuner for the profiles in --plans, before anything of them is measured."""
-    from octopipe.base.errors import OctoPipeError
+    """Plans of every system and the tuner for the profiles in --out, before anything of them is measured."""
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import save_plan
     from octopipe.search.systems import build_plan
@@ -297,7 +300,7 @@ def make_plans(args: argparse.Namespace) -> None:
     from octopipe.simulation.simulator import simulate
 
     for model in args.models:
-        profile = load_profile(Path(args.plans, f"profile.{model}.json"))
+        profile = load_profile(Path(args.out, f"profile.{model}.json"))
         costs = profile.costs
         for m in args.micro_batches:
             for name in (*SYSTEMS, "tuned"):
@@ -315,7 +318,7 @@ def make_plans(args: argparse.Namespace) -> None:
                     f"peak {max(timeline.peak_gib):.1f} GiB, {len(plan.stages)} stages",
                     flush=True,
                 )
-                save_plan(plan, Path(args.plans, f"{model}.{m}.{name}.json"))
+                save_plan(plan, place_for(Path(args.plans, f"{model}.{m}.{name}.json")))
 
 
 def jobs_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -378,7 +381,7 @@ def main() -> None:
     parser.add_argument("--phases", default="smoke")
     parser.add_argument("--out", default="out")
     parser.add_argument("--plans", default="out/plans")
-    parser.add_argument("--models", default="nemotron,llama,jamba")
+    parser.add_argument("--models", default="", help=f"default: {','.join(MODELS)}; with --small, the first two")
     parser.add_argument("--micro-batches", default="8,16")
     parser.add_argument("--only", default="", help="names of plans to run, separated by commas")
     parser.add_argument("--device", default="cuda")
@@ -395,14 +398,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6, help="searches per tuned plan")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    args.models = [m for m in args.models.split(",") if m in models(args.small)]
+    phases = known(args.phases.split(","), ("smoke", "profile", "plan", "run", "tables"), "phase")
+    names = list(models(args.small))
+    args.models = known(args.models.split(","), names, "model") if args.models else [m for m in MODELS if m in names]
     args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
     args.only = [n for n in args.only.split(",") if n]
     args.end = time.time() + args.limit_s
-    if {"smoke", "profile", "run"} & set(args.phases.split(",")):
+    if {"smoke", "profile", "run"} & set(phases):
         needs_device(args.device)
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    for phase in args.phases.split(","):
+    results = place_for(Path(args.out, "results.jsonl"))
+    for phase in phases:
         began = time.time()
         if phase == "smoke":
             found = in_ranks(smoke_task, args, 180.0)[0]
@@ -415,9 +420,15 @@ def main() -> None:
             make_plans(args)
         elif phase == "run":
             args.jobs = jobs_of(args)
+            if not any(args.jobs.values()):
+                raise OctoPipeError(
+                    f"{args.plans}: no plans of these models here; make them with --phases profile,plan"
+                )
             in_ranks(run_task, args, args.limit_s + 90.0)
         if phase in ("run", "tables"):
-            rows = [json.loads(line) for line in Path(args.out, "results.jsonl").read_text().splitlines()]
+            if not results.exists():
+                raise OctoPipeError(f"{results}: no such file; --phases run writes it")
+            rows = [json.loads(line) for line in results.read_text().splitlines()]
             text = tables(rows)
             Path(args.out, "benchmarks.md").write_text(text)
             print(text, flush=True)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from one_line import start
 from torch import Tensor, nn
 
 from octopipe.costs.table import CostTable
@@ -216,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+from one_line import start
+
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
@@ -65,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

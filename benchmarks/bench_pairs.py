@@ -46,6 +46,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from one_line import start
+
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.analytic.traffic import Exchange
@@ -270,8 +272,12 @@ def dense(against: Path, budget_s: float, repeats: int = 3) -> None:
             for which, root in (("before", against), ("now", HERE.parent)):
                 done = subprocess.run(
                     [sys.executable, "-c", ONE_SEARCH, json.dumps([name, pp, count, budget_s, seed])],
-                    env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True, check=True,
+                    env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True,
                 )  # fmt: skip
+                if done.returncode:
+                    raise OctoPipeError(
+                        f"{root}: the search failed: {(done.stderr.splitlines() or ['no message'])[-1]}"
+                    )
                 took[which].append(json.loads(done.stdout.splitlines()[-1]))
         ms = {which: statistics.median(row[0] for row in rows) for which, rows in took.items()}
         rate = {which: statistics.median(row[1] / row[2] for row in rows) for which, rows in took.items()}
@@ -301,6 +307,8 @@ def main() -> None:
     elif args.what == "dense":
         if args.against is None:
             parser.error("dense: give the checkout to compare with, --against PATH")
+        if not (args.against / "octopipe").is_dir():
+            raise OctoPipeError(f"{args.against}: no checkout of this repository; --against wants the folder of one")
         dense(args.against.resolve(), args.budget or 5.0)
     else:
         settings(args.budget or 10.0, args.first, args.settings, args.iterations)
@@ -308,4 +316,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from one_line import needs_device, start
+from one_line import known, needs_device, place_for, start
 from torch import Tensor
 
 MODELS = {"gpt-oss-20b": 4, "gemma-3-27b": 9, "qwen3-next-80b": 6, "nemotron-h-8b": 12, "llama3-8b": 4}
@@ -178,6 +178,11 @@ def main() -> None:
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     needs_device(args.device)
+    phases = known(args.phases.split(","), ("check", "layers", "losses"), "phase")
+    models = known(args.models.split(","), MODELS, "model")
+    which = known(args.precisions.split(","), PRECISIONS, "precision")
+    if args.out:
+        place_for(args.out)
 
     def tell(fact: dict[str, Any]) -> None:
         line = json.dumps(fact)
@@ -187,14 +192,13 @@ def main() -> None:
                 file.write(line + "\n")
 
     tokens = 64 if args.small else args.tokens
-    for phase in args.phases.split(","):
+    for phase in phases:
         if phase == "check":
             check(args.device, tell)
         elif phase == "layers":
-            layers(args.device, args.small, tokens, tell, args.models.split(","))
+            layers(args.device, args.small, tokens, tell, models)
         else:
-            steps, which = 6 if args.small else args.steps, args.precisions.split(",")
-            losses(args.device, args.small, steps, tell, args.scale, which)
+            losses(args.device, args.small, 6 if args.small else args.steps, tell, args.scale, which)
 
 
 if __name__ == "__main__":

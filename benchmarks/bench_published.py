@@ -23,6 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from one_line import known, start
+
 from octopipe.costs.analytic.calibration import DEFAULT_STACK, FORMAT_OF_ALL, Stack, stack_named, stack_names
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.measured import PUBLISHED_RUNS as CSV
@@ -270,6 +272,8 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--paired", action="store_true")
     args = parser.parse_args()
+    if args.stack:
+        known([args.stack], list(dict.fromkeys(row.stack for row in read_rows(args.csv))), "stack")
     if args.paired:
         paired(args.csv)
         return
@@ -290,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from one_line import start
+
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.file import count_gpus, nodes_from_object
 from octopipe.costs.cluster.hardware import gpu
@@ -324,12 +326,18 @@ def show_published(kept: dict[str, Any], withheld: bool) -> None:
     )
 
 
-def numbers_of(text: str) -> list[int]:
-    """`3,7` and `10-15` as numbers."""
+def numbers_of(text: str, most: int) -> list[int]:
+    """`3,7` and `10-15` as numbers between 1 and the most."""
     out: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
+        try:
+            found = range(int(first), int(last or first) + 1)
+        except ValueError:
+            found = range(0)
+        if not found or not 1 <= found[0] <= found[-1] <= most:
+            raise OctoPipeError(f"--only {part}: give numbers from 1 to {most}, such as 3,7 or 10-15")
+        out += found
     return out
 
 
@@ -348,14 +356,14 @@ def main() -> None:
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if args.today or args.withheld:
         kept = before.setdefault("withheld" if args.withheld else "today", {})
-        only = None if args.only is None else numbers_of(args.only)
+        only = None if args.only is None else numbers_of(args.only, sum(1 for _ in published_questions()))
         for number, result in with_today(args.budget, args.wall, only, args.withheld):
             kept[str(number)] = result
             RESULTS.write_text(json.dumps(before, indent=1) + "\n")
         before["withheld" if args.withheld else "today"] = dict(sorted(kept.items(), key=lambda item: int(item[0])))
         show_published(kept, args.withheld)
     else:
-        numbers = numbers_of(args.only) if args.only else list(range(1, len(QUESTIONS) + 1))
+        numbers = numbers_of(args.only, len(QUESTIONS)) if args.only else list(range(1, len(QUESTIONS) + 1))
         kept = before.get("questions", {})
         for number in numbers:
             row = asked(QUESTIONS[number - 1], args.budget, args.wall)
@@ -373,4 +381,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

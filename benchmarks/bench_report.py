@@ -19,8 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 from browser_cases import until
 from browser_fixtures import FLAGS
+from one_line import start
 from report_cases import hundred_thousand, noisy
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.simulation.simulator import simulate
 from octopipe.views.report import Entry, report_html
 
@@ -47,14 +49,15 @@ def quantiles(values: list[float]) -> str:
     return ", ".join(f"{name} {v:.1f} ms" for name, v in pick.items()) + f", worst {ordered[-1]:.1f} ms"
 
 
-def main() -> int:
+def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from playwright.sync_api import sync_playwright
-
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise OctoPipeError('Playwright is not installed: pip install -e ".[dev]"') from None
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        print("Chromium is not on this machine (apt-get install chromium)")
-        return 1
+        raise OctoPipeError("Chromium is not on this machine: apt-get install chromium")
     plan, costs = hundred_thousand()
     predicted = Entry(timeline=simulate(plan, costs), plan=plan, costs=costs, label="predicted")
     measured = Entry(timeline=noisy(plan, costs), plan=plan, costs=costs)
@@ -81,8 +84,7 @@ def main() -> int:
             print(f"  drawing a frame: {quantiles(drawn)}")
             print(f"  frame to frame:  {quantiles(between)}")
         browser.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

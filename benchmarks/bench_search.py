@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import numpy as np
+from one_line import start
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

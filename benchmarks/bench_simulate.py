@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 import twin
+from one_line import start
 
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

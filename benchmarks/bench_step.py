@@ -1,4 +1,4 @@
-"""Where one step's time goes on a GPU, op by op: `python benchmarks/bench_step.py --phases ops,kernels,drift`.
+"""Where one step's time goes on a GPU, op by op: `python benchmarks/bench_step.py MODEL --phases ops,kernels,drift`.
 
 Phases, each with its own processes, results as JSON lines in --out:
   ops      a plan on ranks that share the GPU: the host's and the device's time of every op, by kind; the device's
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_line import needs_device, start
+from one_line import known, needs_device, start
 
 from octopipe.cli.verbs.runnable import model_of
 from octopipe.costs.profile_file import Profile, load_profile
@@ -386,9 +386,10 @@ def routed(run: TimedRun) -> list[float]:
 def main() -> None:
     args = parse()
     needs_device(args.device)
+    phases = known(args.phases.split(","), ("ops", "host", "kernels", "drift"), "phase")
     target = Path(args.out)
     target.parent.mkdir(parents=True, exist_ok=True)
-    for phase in args.phases.split(","):
+    for phase in phases:
         began = time.perf_counter()
         if phase == "ops":
             found: list[Any] = on_ranks(ops_task, args.nproc, args, device=args.device, timeout_s=150)

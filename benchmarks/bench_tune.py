@@ -19,11 +19,11 @@ import json
 import math
 import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from one_line import known, place_for, start
 
 from octopipe.costs.measured import AUTHORS as PROFILES
 from octopipe.costs.resolve import resolve_costs
@@ -194,10 +194,12 @@ def main() -> None:
     parser.add_argument("--caps", default="1.5,1.0", help="of the systems part")
     parser.add_argument("--models", default="*", metavar="PATTERN", help="of the systems part, such as 'llama*'")
     args = parser.parse_args()
-    parts = args.parts.split(",")
-    cases = args.cases.split(",") if args.cases else list(gap_cases())
-    if unknown := [case for case in cases if case not in gap_cases()]:
-        sys.exit(f"no such case: {', '.join(unknown)}; one of {', '.join(gap_cases())}")
+    parts = known(args.parts.split(","), ("gaps", "systems", "nano", "scale"), "part")
+    cases = known(args.cases.split(","), gap_cases(), "case") if args.cases else list(gap_cases())
+    if args.json:
+        place_for(args.json)
+    if not list(PROFILES.glob(f"{args.models}.json")):
+        known([args.models], sorted(path.stem for path in PROFILES.glob("*.json")), "model")
     # The search is compiled once per installation; that is not what is measured here.
     tune(units("nemotron-nano-v2-9b", 4, 0.3, 100.0), 4, 8, budget_s=2.0)
     if "nano" in parts:
@@ -211,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

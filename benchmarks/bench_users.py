@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_line import needs_device, start
+from one_line import known, needs_device, place_for, start
 from user_setups import SETUPS
 from user_tables import tables
 from user_training import Train, train_chunks, train_plans, train_workload
@@ -332,10 +332,11 @@ def main() -> None:
     needs_device(args.device)
     from octopipe.runtime.measure.trial import on_ranks
 
-    target = Path(args.out)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = place_for(args.out)
+    if args.detail:
+        place_for(args.detail)
     args.until, args.started = time.time() + args.deadline, False
-    asked = args.setups.split(",")
+    asked = known(args.setups.split(","), SETUPS, "set-up")
     # On a CPU Megatron-Core needs changes of torch itself: there its set-ups have ranks of their own.
     kinds = (False, True) if args.device == "cpu" else (None,)
     for kind in kinds:

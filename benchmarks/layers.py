@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from one_line import start
 
 from octopipe.models import layers as L
 from octopipe.models import mixers as X
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from effort import some
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from hf_families import tiny_config  # noqa: E402
-from hf_twins import ROWS, batch, chained, cut, grads_of, make, pipeline_differences, whole  # noqa: E402
-from random_plans import random_plan  # noqa: E402
+from hf_twins import ROWS, batch, chained, cut, grads_of, make, pipeline_differences, plans, whole  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
-from octopipe import CostTable, OctoPipeError, Pipeline, build_plan, tune  # noqa: E402
+from octopipe import OctoPipeError, Pipeline  # noqa: E402
 from octopipe.huggingface import layers, micro_batches  # noqa: E402
 from octopipe.huggingface.weights import first_names  # noqa: E402
 
@@ -34,24 +32,6 @@ QUICK_FAMILIES = ("llama", "jamba", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_
 IN_RANKS = ("nemotron_h", "gemma3_text", "zamba2", "gpt2", "falcon_h1")
 """One of hybrid layers, of windows and ties, of tensors beside the hidden state, of learned positions, of tuples;
 `benchmarks/bench_families.py` runs every family."""
-
-
-@functools.cache
-def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
-    """A plan of every kind on two ranks."""
-    costs = CostTable.uniform(num_layers=num_layers, p2p_ms=0.05)
-    irregular = random_plan(
-        random.Random(5), num_ranks=2, num_layers=num_layers, num_micro_batches=micro_batches, routes=1
-    )
-    named = {name: build_plan(name, costs, 2, micro_batches) for name in ("1f1b", "zb-v", "interleaved")}
-    # What tuning makes of layers as unequal as a hybrid's; moves instead of time, so that it is the same plan anywhere.
-    unequal = costs.replace(
-        forward_ms=[0.2, *(1.0 + 2.0 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
-        input_ms=[0.0, *(1.5 + 1.5 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
-        weight_ms=[0.2, *(0.5 + 1.5 * (k % 3 == 2) for k in range(num_layers - 2)), 2.0],
-    )
-    tuned = tune(unequal, 2, micro_batches, iterations=300, workers=1, copies=False).plan
-    return {**named, "irregular": irregular, "tuned": tuned}
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, quick=[*IN_RANKS, *QUICK_FAMILIES]))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
+import random
 import zlib
 from typing import Any
 
 import torch
 from hf_families import tiny_config
+from random_plans import random_plan
 from ranks import PATIENCE_S
 from torch import Tensor, nn
 
-from octopipe import Pipeline
+from octopipe import CostTable, Pipeline, build_plan, tune
 from octopipe.huggingface import LayerList, layers, micro_batches
 from octopipe.huggingface.source import config_for, model_class
 from octopipe.huggingface.weights import first_names
@@ -173,3 +176,21 @@ def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, 
         off = float((outputs - logits)[seen].abs().max())
         out[name] = max(worst(mine, theirs), finite(off), finite(abs(found[0][name][0] - float(loss.detach()))))
     return out
+
+
+@functools.cache
+def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
+    """A plan of every kind on two ranks."""
+    costs = CostTable.uniform(num_layers=num_layers, p2p_ms=0.05)
+    irregular = random_plan(
+        random.Random(5), num_ranks=2, num_layers=num_layers, num_micro_batches=micro_batches, routes=1
+    )
+    named = {name: build_plan(name, costs, 2, micro_batches) for name in ("1f1b", "zb-v", "interleaved")}
+    # What tuning makes of layers as unequal as a hybrid's; moves instead of time, so that it is the same plan anywhere.
+    unequal = costs.replace(
+        forward_ms=[0.2, *(1.0 + 2.0 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
+        input_ms=[0.0, *(1.5 + 1.5 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
+        weight_ms=[0.2, *(0.5 + 1.5 * (k % 3 == 2) for k in range(num_layers - 2)), 2.0],
+    )
+    tuned = tune(unequal, 2, micro_batches, iterations=300, workers=1, copies=False).plan
+    return {**named, "irregular": irregular, "tuned": tuned}
