@@ -28,7 +28,7 @@ VALUE_BYTES = {"fp64": 8.0, "fp32": 4.0}
 
 
 def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
-    """Parameters of every layer; a tied head counts them too, for the rank that holds it alone."""
+    """The number of parameters of every layer; a tied head includes them too, for a rank that holds only the head."""
     if isinstance(spec, ModelSpec):
         tied = getattr(spec.layers[-1], "tied", False)
         counts = [layer.parameters for layer in spec]
@@ -39,7 +39,7 @@ def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
 
 
 def equal_costs(spec: ModelSpec | HfModel) -> CostTable:
-    """Equal layers, connected as those of the model are: for plans that are made before anything was measured."""
+    """Equal layers, connected as those of the model, for plans that are made before anything has been measured."""
     graph = None if isinstance(spec, ModelSpec) else spec.graph()
     return CostTable.uniform(num_layers=spec.num_layers, model=spec.name).replace(graph=graph)
 

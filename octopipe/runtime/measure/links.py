@@ -59,8 +59,9 @@ def measure_overlap(
     repeats: int = 5,
     transport: str | None = None,
 ) -> float:
-    """How much longer `work` takes on rank 0 while it exchanges tensors of `nbytes` with rank 1 (collective, at
-    least two ranks): 1.0 is not at all. All ranks do the work; the median of runs with and without, in turns."""
+    """How much longer `work` takes on rank 0 while it exchanges tensors of `nbytes` with rank 1 (collective, at least
+    two ranks); 1.0 means no longer. All ranks do the work; the result is the median of alternating runs with and
+    without the exchange."""
     program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
     mine = rank_program(program, world.rank)
     mover = make_transport(transport, world, program, device, 120.0)
@@ -166,7 +167,7 @@ def _settle(world: World, device: torch.device) -> None:
 
 
 def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Link:
-    """The link through these one-way times, least squares of relative errors, both parts >= 0.
+    """The link that fits these one-way times: least squares of relative errors, with both parts at least 0.
 
     >>> link = fit([1e3, 1e6, 1e7], [0.011, 1.01, 10.01])
     >>> round(link.latency_ms, 4), round(link.ms_per_byte * 1e6, 4)
@@ -198,7 +199,7 @@ def _plan(ranks: int, a: int, b: int) -> Plan:
 def _bounce(
     world: World, device: torch.device, a: int, b: int, size: int, repeats: int, transport: str | None
 ) -> float:
-    """Median one-way milliseconds, known on rank `a`."""
+    """The median one-way time in milliseconds, known on rank `a`."""
     costs = CostTable.uniform(num_layers=2, p2p_ms=0.01)
     program = lower(_plan(world.size, a, b), costs)
     mine = rank_program(program, world.rank)
@@ -225,7 +226,7 @@ def _bounce(
 
 
 def _by_micro_batch(mine: RankProgram) -> list[tuple[Any, Any]]:
-    """Per micro-batch: the forward slot and the gradient slot of this rank."""
+    """For every micro-batch, the forward slot and the gradient slot of this rank."""
     forward = {s.op.micro_batch: s for s in mine.slots if s.forward}
     gradient = {s.op.micro_batch: s for s in mine.slots if not s.forward}
     return [(forward[m], gradient[m]) for m in sorted(forward)]

@@ -32,7 +32,7 @@ _WAIT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mps:
-    """A running daemon of our own (or none: `environment` is then empty)."""
+    """A running daemon of our own (or none, in which case `environment` is empty)."""
 
     environment: Mapping[str, str]
     """The environment variables that every rank must have before it first uses the GPU."""
@@ -40,11 +40,11 @@ class Mps:
 
     @classmethod
     def start(cls, *, num_ranks: int, share_percent: float | None = None) -> Mps:
-        """Start a daemon for `num_ranks` ranks, each with this share of the multiprocessors. Default: what the variable
-        CUDA_MPS_ACTIVE_THREAD_PERCENTAGE says where a user has set it, else equal shares of the whole GPU.
+        """Start a daemon for `num_ranks` ranks, each with this share of the multiprocessors. Default: the value of the
+        variable CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if the user has set it, otherwise equal shares of the whole GPU.
 
-        Raises where MPS is missing or does not start. A daemon that the environment already names is used as
-        it is, and left running.
+        Raises an error if MPS is missing or does not start. A daemon that the environment already names is used as it
+        is and is not stopped.
         """
         if num_ranks < 1:
             raise OctoPipeError(f"MPS for {num_ranks} ranks; give at least 1")
@@ -129,10 +129,11 @@ class Mps:
 
 
 def connections(num_ranks: int) -> int:
-    """Hardware queues of one rank.
+    """The number of hardware queues of one rank.
 
-    Streams that wait for a peer must not stand in one queue with streams it waits for: by MPS's default they do, and
-    a pipeline of four ranks stops. Too many are refused: on an H200 four ranks can have 16 each, not 32.
+    Streams that wait for a peer must not share a queue with the streams that they wait for. With MPS's default they do,
+    and a pipeline of four ranks hangs. Too many queues are rejected: on an H200 four ranks can have 16 each, but not
+    32.
 
     >>> [connections(n) for n in (1, 2, 4, 8)]
     [32, 32, 16, 8]

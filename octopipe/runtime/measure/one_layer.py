@@ -99,17 +99,17 @@ class Layer:
                 p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
 
     def forward(self, value: Any = None) -> StageRun:
-        """F, on the layer's own input or on another value like it."""
+        """F, with the layer's own input or with another value of the same form."""
         with self.context():
             return self.stage.forward(self.value if value is None else value, then=self.then)
 
     def capture(self) -> None:
-        """From now on `once` replays graphs, where graphs were asked for and the layer can be captured."""
+        """From now on `once` replays graphs, if graphs were requested and the layer can be captured."""
         if self._graphs and self._replayed is None:
             self._replayed = _Replayed(self)
 
     def repeatable(self) -> bool:
-        """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
+        """Whether a second forward gives the result of the first, as R requires (`stages/repeatable.py`)."""
         stage = Stage([self.module], input_grad=self.stage.input_grad)
         try:
             stage.check_repeatable()
@@ -135,7 +135,8 @@ class Layer:
 
 
 class _Replayed:
-    """A layer's ops as the executor replays them, its input and gradient lying where the graphs read them."""
+    """The ops of a layer as the executor replays them, with input and gradient at the addresses that the graphs
+    read."""
 
     def __init__(self, layer: Layer):
         self._then = layer.then
@@ -192,7 +193,8 @@ def _has_master(layer: Layer, parameter: nn.Parameter) -> bool:
 
 
 def _allocated(layer: Layer) -> tuple[float, float, float]:
-    """Activation, stash and workspace bytes by the caching allocator's books, input and gradients made afresh."""
+    """Activation, stash and workspace bytes according to the caching allocator, with newly created input and
+    gradient."""
     cuda = torch.cuda
     cuda.synchronize()
     used = cuda.memory_allocated

@@ -312,7 +312,8 @@ def _prepare(
     precision: str,
     graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory], tuple[tuple[float, ...], ...]]:
-    """Build one layer per group, feed each what the layers that it takes made, and read its memory and its routing."""
+    """Build one layer per group, run each on the outputs of the layers that it takes, and measure its memory and its
+    routing."""
     ready: dict[int, Layer] = {}
     memory: dict[int, LayerMemory] = {}
     routed: dict[int, tuple[float, ...]] = {}

@@ -115,7 +115,7 @@ def _slower_link(link: Link, factor: float) -> Link:
 
 
 def gaps_ms(timeline: Timeline) -> list[float]:
-    """Between the end of an op and the start of its rank's next one, where that one takes no transfer."""
+    """The times between the end of an op and the start of its rank's next op, if that op takes no transfer."""
     s = timeline.spans
     waits = np.zeros(s.rank.size, bool)
     waits[timeline.transfers.consumer] = True

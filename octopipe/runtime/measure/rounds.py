@@ -36,7 +36,7 @@ def rounds_of(repeats: int, warm_up: int, levels: Sequence[int], ranks: int) -> 
 
 
 class Rounds:
-    """Reports progress from the times that layers took."""
+    """Reports progress according to the times that layers took."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Rounds:
         self._tell(f"layer kind {number} of {len(self._count)} ({name}), memory{rest}", share)
 
     def begin(self) -> None:
-        """What comes next is timed: time that was spent otherwise does not count."""
+        """Start timing: the time spent before this call does not count."""
         self._last = self._clock()
 
     def done(self, kind: int) -> None:
@@ -79,7 +79,7 @@ class Rounds:
             self._report(kind)
 
     def first_run(self, kind: int, seconds: float) -> None:
-        """What a layer's first run took, before it was measured."""
+        """The time of a layer's first run, before it was measured."""
         self._seconds[kind] = seconds
 
     def _round_s(self) -> float:

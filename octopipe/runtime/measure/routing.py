@@ -26,7 +26,7 @@ MOST_PER_TOKEN = 64
 
 
 class RoutingHeard:
-    """The calls of `topk` that one forward of a layer made."""
+    """The calls of `topk` during one forward of a layer."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, int, Tensor]] = []
@@ -37,7 +37,7 @@ class RoutingHeard:
             self._calls.append((scores.shape[:-1].numel(), scores.shape[-1], chosen.detach()))
 
     def tokens_per_expert(self, value: Any) -> tuple[float, ...]:
-        """Of a layer whose input is `value`; empty where no router was heard."""
+        """The counts for a layer whose input is `value`; empty if no router was found."""
         leaves: list[Any] = []
         flatten(value, leaves)
         rows = {t.shape[:-1].numel() for t in leaves if isinstance(t, Tensor) and t.dim() > 1 and t.is_floating_point()}
@@ -55,7 +55,7 @@ class RoutingHeard:
 
 @contextmanager
 def routing_heard() -> Iterator[RoutingHeard]:
-    """Within: hears every call of `torch.topk` and `Tensor.topk`, of whatever thread."""
+    """A context that records every call of `torch.topk` and `Tensor.topk`, from any thread."""
     heard, called, method = RoutingHeard(), torch.topk, torch.Tensor.topk
 
     def listening(choose: Callable[..., Any]) -> Callable[..., Any]:

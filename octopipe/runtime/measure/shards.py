@@ -29,7 +29,7 @@ LEAST_HEAD = 0.05
 
 
 def worth_measuring(layer_ms: Sequence[float], ranks: int) -> bool:
-    """Whether cutting the head of a model with these layer times could bring anything.
+    """Whether splitting the head of a model with these layer times could gain anything.
 
     >>> worth_measuring([1.0, 8.0, 8.0, 3.0], 4), worth_measuring([1.0, 80.0, 80.0, 3.0], 4)
     (True, False)
@@ -103,7 +103,7 @@ def _with_target(function: Callable[[Any, Any], Any], target: Any, output: Any) 
 
 
 def shard_times(ranks: Sequence[Seen]) -> tuple[ShardTimes, ...]:
-    """What all ranks measured, fitted for every layer that all of them could cut."""
+    """The measurements of all ranks, fitted for every layer that all of them could split."""
     layers = sorted(set.intersection(*(set(seen) for seen in ranks))) if ranks else []
     out = []
     for layer in layers:

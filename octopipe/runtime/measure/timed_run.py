@@ -40,7 +40,7 @@ from octopipe.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """A plan's measured steps."""
+    """The measured steps of a plan."""
 
     timeline: Timeline
     """The timeline of the step with the median makespan."""
@@ -64,10 +64,11 @@ class MeasuredSteps:
 
 
 class TimedRun:
-    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates. `optimizer`: "adamw" has
-    its state in memory and updates (by nothing) after every step, outside the pipeline's time.
+    """A plan that is ready to run; gradients exist throughout, as between optimizer updates.
 
-    `channel="blocking"` on a shared GPU really blocks: a rank's computation waits for each of its transfers.
+    `optimizer`: "adamw" has its state in memory and updates (with a learning rate of 0) after every step, outside the
+    pipeline's time. `channel="blocking"` on a shared GPU really blocks: a rank's computation waits for each of its
+    transfers.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class TimedRun:
 
     @property
     def knows_arrivals(self) -> bool:
-        """Whether timelines have the device's own times of transfers."""
+        """Whether timelines contain the device's own times of transfers."""
         return self._cuda and isinstance(self.pipe.transport, TimedIpc)
 
     def trial(self) -> MeasuredSteps:
@@ -205,7 +206,7 @@ class TimedIpc(IpcTransport):
 
 
 class BlockingIpc(TimedIpc):
-    """What a naive executor does: computation stands still until a tensor is through, on both ends."""
+    """Behaves like a naive executor: computation stops until a tensor has been transferred, on both ends."""
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)

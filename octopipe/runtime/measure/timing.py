@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class Timed(Protocol):
-    """Something whose F, I and W can be run one after the other, with a call of `mark` before, between and after
+    """An object whose F, I and W can be run one after the other, with a call of `mark` before, between and after
     them."""
 
     def once(self, mark: Callable[[], None]) -> None: ...

@@ -99,10 +99,10 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
 
 
 def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[Run], Outcome]) -> Outcome:
-    """What `loop` returns on rank 0, known to every rank (collective).
+    """The result of `loop` on rank 0, known to every rank (collective).
 
-    Rank 0 decides what is run next: its loop gets a function that runs a plan on all ranks. The others follow until it
-    is through. `run_here` is a rank's own part of a run.
+    Rank 0 decides what is run next: its loop gets a function that runs a plan on all ranks. The other ranks follow
+    until the loop ends. `run_here` is a rank's own part of a run.
     """
     if world.rank != 0:
         while True:
@@ -121,7 +121,7 @@ def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[
 
 
 def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes: Sequence[float] = ()) -> Ran:
-    """What the timed steps of a plan showed, from their timelines."""
+    """The measurements of the timed steps of a plan, from their timelines."""
     gaps = [gap for timeline in timelines for gap in gaps_ms(timeline)]
     steps = [reduced_ms(t) for t in timelines]
     middle = timelines[int(np.argsort(steps)[len(steps) // 2])]

@@ -81,14 +81,14 @@ class Workload:
         return device
 
     def transport(self, world: World) -> str | None:
-        """CUDA IPC where ranks share a GPU; otherwise what fits the device."""
+        """CUDA IPC if ranks share a GPU; otherwise the one that fits the device."""
         if self.device == "cpu":
             return None
         return "cuda_ipc" if torch.cuda.device_count() < world.size else None
 
     @property
     def mode(self) -> Mode:
-        """How the layers run."""
+        """How the layers run: precision, and whether CUDA graphs are used."""
         return Mode(precision=self.precision, graphs=self.graphs)
 
     @property
@@ -126,7 +126,7 @@ class Workload:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Equal layers share a number."""
+        """For every layer, a number that equal layers share."""
         groups = self.spec.groups if isinstance(self.spec, HfModel) else groups_of_spec(self.spec)
         # A layer that is checkpointed takes longer than one that is not, and one that is frozen has no W, or, before
         # all layers that are trained, no backward at all.
@@ -167,7 +167,7 @@ class Workload:
 def with_checkpoints(
     layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int]
 ) -> Sequence[Callable[[], nn.Module] | nn.Module]:
-    """The layers, some of which run again inside their backward. They stay the modules they are: names, hooks and saved
+    """The layers, some of which run again inside their backward. They remain the same modules: names, hooks and saved
     state do not change, only what `forward` keeps."""
 
     def checkpoints(module: nn.Module) -> None:

@@ -41,10 +41,10 @@ class Rotary:
 
 @without_split
 def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-    """Causal attention; `q` [batch, heads, tokens, dim], `k` and `v` with as many heads or a divisor of them.
+    """Causal attention; `q` [batch, heads, tokens, dim], `k` and `v` with as many heads or a divisor of that number.
 
-    `window`: each token sees itself and the `window - 1` before it. `sinks`: one logit per head that joins
-    the softmax and carries no value.
+    `window`: each token attends to itself and to the `window - 1` tokens before it. `sinks`: one logit per head that
+    takes part in the softmax and carries no value.
     """
     scale = q.shape[-1] ** -0.5
     tokens, dim = q.shape[-2], v.shape[-1]

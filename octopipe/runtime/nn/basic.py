@@ -36,7 +36,7 @@ def empty(*shape: int, made: Made) -> nn.Parameter:
 
 
 def at_least_float32(made: Made) -> Made:
-    """The same keywords with at least float32, for parameters that updates in low precision would leave unchanged."""
+    """The same keywords with at least float32, for parameters that would not change under updates in low precision."""
     dtype = made.get("dtype")
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     return {**made, "dtype": wide}
@@ -85,7 +85,7 @@ class Embedding(nn.Module):
         self.tied_to: dict[str, str] = {"weight": "embedding"} if tied else {}
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
-        """A part of the vocabulary, zero for all other tokens; positions are added by the first shard alone."""
+        """The embedding of a part of the vocabulary, zero for all other tokens; only the first shard adds positions."""
         shard, start, whole = with_rows(self, "weight", number, count)
         shard.start, shard.first = start, number == 0  # type: ignore[assignment]
         return marked(shard, start, {"weight": whole})
@@ -178,8 +178,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def without_split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For the part of a layer that holds no weight matrix: hide its many calls from the split's interception,
-    which would look at each of them in vain."""
+    """For the part of a layer that holds no weight matrix: hide its many calls from the split's interception, which
+    would check each of them in vain."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:

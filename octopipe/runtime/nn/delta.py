@@ -107,8 +107,9 @@ class UnitLowerInverse(Function):
 
 
 def _unit_lower_inverse(lower: Tensor) -> Tensor:
-    """Blocks on the diagonal first; then two neighbours and what couples them make one of twice the size:
-    [[a, 0], [c, b]] has the inverse [[a', 0], [-b' c a', b']]. As stable as substitution, in products."""
+    """Inverts the blocks on the diagonal first. Then two neighbouring blocks and the block that couples them form one
+    of twice the size: [[a, 0], [c, b]] has the inverse [[a', 0], [-b' c a', b']]. This is as stable as substitution and
+    consists of matrix products."""
     n = lower.shape[-1]
     size = BLOCK
     while size < n:

@@ -26,7 +26,7 @@ MAX_HEAD_DIM = 256
 
 
 def fits(q: Tensor, v: Tensor, *, window: int | None) -> bool:
-    """Whether the kernels take these heads, on this device."""
+    """Whether torch's flash-attention kernels support these heads on this device."""
     if q.shape[-1] != v.shape[-1]:
         return False
     if q.device.type == "cpu":
@@ -37,7 +37,7 @@ def fits(q: Tensor, v: Tensor, *, window: int | None) -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether this torch's kernels know windows and grouped heads; tried once."""
+    """Whether the kernels of this torch support windows and grouped heads; tried once."""
     try:
         q = torch.ones(1, 4, 32, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
         kv = torch.ones(1, 2, 32, 16, dtype=torch.bfloat16, device=device, requires_grad=True)

@@ -34,7 +34,8 @@ BLOCK_LOGITS = {"fused": 1 << 28, "lean": 1 << 26}
 
 
 class LazyLogits(NamedTuple):
-    """The head's output before the projection: `cross_entropy` takes it as it is, `logits()` projects."""
+    """The head's output before the projection: `cross_entropy` uses it directly, and `logits()` applies the
+    projection."""
 
     hidden: Tensor
     """Behind the final norm."""
@@ -47,7 +48,8 @@ class LazyLogits(NamedTuple):
         return F.linear(self.hidden, self.weight)
 
     def partial_softmax(self, labels: Tensor, start: int) -> tuple[Tensor, Tensor] | None:
-        """What a shard with the words from `start` on hands to the loss (`stages/shards.py`); None: take `logits()`."""
+        """The numbers that a shard with the tokens from `start` on passes to the loss (`stages/shards.py`); None: use
+        `logits()`."""
         if self.kind == "chunked" or not takes(self.hidden):
             return None
         kind = "fused" if self.kind == "fused" else "lean"
@@ -68,7 +70,7 @@ class Head(nn.Module):
         self.tied_to: dict[str, str] = {"weight": "embedding"} if layer.tied else {}
 
     def vocabulary_shard(self, number: int, count: int) -> nn.Module:
-        """A part of the vocabulary, with a copy of the norm (`stages/shards.py`)."""
+        """A head for a part of the vocabulary, with a copy of the norm (`stages/shards.py`)."""
         shard, start, whole = with_rows(self, "weight", number, count)
         return marked(shard, start, {"weight": whole})
 
@@ -187,7 +189,7 @@ class ChunkedSlopes:
 def _add_chunked(
     param: Tensor, layout: Layout, hidden: Tensor, weight: Tensor, index: Tensor, scale: Tensor, block: int
 ) -> None:
-    """W of a chunked loss: adds up the weight's gradient block by block."""
+    """W of a chunked loss: adds the weight's gradient block by block."""
     for rows, slopes in ChunkedSlopes(hidden, weight, index, block):
         add_product(param, layout, slopes, (hidden[rows] * scale[rows]).to(hidden.dtype))
 

@@ -42,7 +42,7 @@ def fused_shares() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 class LeanPartial(Function):
-    """log(sum(exp)) of `hidden @ weight.T` and the labels' logits (zero for other shards' words)."""
+    """log(sum(exp)) of `hidden @ weight.T` and the labels' logits (zero for the tokens of other shards)."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class LeanPartial(Function):
 def partial_of_hidden(
     hidden: Tensor, weight: Tensor, labels: Tensor, start: int, kind: str, block_logits: int
 ) -> tuple[Tensor, Tensor]:
-    """`LeanPartial` of the words from `start` on, as the running stage and autocast want it."""
+    """`LeanPartial` for the tokens from `start` on, as the running stage and autocast require it."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))

@@ -49,7 +49,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What runs Mamba-2's scan, the delta rule, attention and the loss (see `PARTS`)."""
+    """The implementations of Mamba-2's scan, the delta rule, attention and the loss (see `PARTS`)."""
 
     scan: str = "eager"
     delta: str = "eager"
@@ -57,7 +57,7 @@ class Kernels:
     loss: str = "lean"
 
     def told(self) -> dict[str, str]:
-        """The kernels in words, for a profile."""
+        """A description of the kernels, for a profile."""
         return {"scan": self.scan, "delta": self.delta, "attention": self.attention, "loss": self.loss}
 
 
@@ -75,8 +75,8 @@ def require(words: Sequence[str], device: torch.device | str, known: Sequence[st
 
 
 def choose(device: torch.device | str, *, compiled: bool | None = None, asked: Sequence[str] = ()) -> Kernels:
-    """The fastest kernels there are for a device. `compiled`: True or False asks for compiled or eager scans, whatever
-    is installed; `asked` for kernels by name (see `PARTS`)."""
+    """The fastest kernels available for a device. `compiled`: True or False selects compiled or eager scans, whatever
+    is installed; `asked`: kernels selected by name (see `PARTS`)."""
     require(asked, device, tuple(dict.fromkeys(word for words in PARTS.values() for word in words)))
     gpu = torch.device(device).type == "cuda"
     best = Kernels()
@@ -100,7 +100,8 @@ def choose(device: torch.device | str, *, compiled: bool | None = None, asked: S
 
 
 def flash_attend() -> Callable[..., Tensor]:
-    """`attention.attend` on flash-attn's kernel, which knows windows; what it does not know stays with torch."""
+    """`attention.attend` with the kernel of flash-attn, which supports windows; cases that it does not support use
+    torch."""
     from octopipe.runtime.nn.attention import attend
 
     flash = importlib.import_module("flash_attn").flash_attn_func
@@ -119,7 +120,7 @@ def flash_attend() -> Callable[..., Tensor]:
 
 
 def mamba_ssm_mix() -> Callable[..., Tensor]:
-    """`mamba.mamba2_mix` on mamba_ssm's chunked scan and causal_conv1d's convolution."""
+    """`mamba.mamba2_mix` with the chunked scan of mamba_ssm and the convolution of causal_conv1d."""
     conv = importlib.import_module("causal_conv1d").causal_conv1d_fn
     scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
@@ -159,7 +160,7 @@ def mamba_ssm_mix() -> Callable[..., Tensor]:
 
 
 def fla_delta_scan() -> Callable[..., Tensor]:
-    """`delta.delta_scan` on flash-linear-attention's kernel."""
+    """`delta.delta_scan` with the kernel of flash-linear-attention."""
     rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     @without_split

@@ -34,7 +34,8 @@ from octopipe.runtime.typed_function import Function, Gradients
 class Decay(Function):
     """`exp(sums[i] - sums[j])` for i >= j, else 0, in `dtype`; `sums` [..., chunk] in full precision.
 
-    By hand for memory: only the result is kept, and no full-precision matrix outlives the call.
+    The backward is written by hand to save memory: only the result is kept, and no full-precision matrix remains after
+    the call.
     """
 
     @staticmethod
@@ -109,7 +110,7 @@ def mamba2_mix(
     d: Tensor,
     gate_norm: Tensor,
 ) -> Tensor:
-    """Everything between the two projections, which hold all weight matrices."""
+    """Everything between the two projections, which contain all weight matrices."""
     batch, tokens, _ = projected.shape
     gate, mixed, dt = projected.split((layer.inner, layer.conv_width, layer.heads), dim=-1)
     mixed = F.silu(causal_conv(mixed, conv_weight, conv_bias))

@@ -20,7 +20,7 @@ from octopipe.runtime.typed_function import Function, Gradients
 
 
 class Dispatch(Function):
-    """Row i of the result is token `order[i] // top_k`; backward gathers too, so it needs no atomics."""
+    """Row i of the result is token `order[i] // top_k`; the backward gathers as well, so it needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -50,8 +50,9 @@ class Permute(Function):
 class AddRows(Function):
     """`x` plus, row by row, the row of `table` that `which` names.
 
-    Of a lookup `table[which]` torch adds up the gradient row after row, for as long as the fullest expert's queue is:
-    half of a backward's time. As a product with zeros and ones it takes one pass, however tokens are spread.
+    For a lookup `table[which]`, torch adds up the gradient row after row, which takes as long as the queue of the
+    fullest expert: half of a backward's time. As a product with zeros and ones it takes one pass, however the tokens
+    are distributed.
     """
 
     @staticmethod
