@@ -241,14 +241,7 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         once(True, moved, elsewhere if k % 2 == 0 else kept)
     graphs: dict[str, Captured] = cell.graphs or {}
     alone = parts_alone(graphs, slope)
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begun.record()
-    for _ in range(20):
-        once(False)
-    ended.record()
-    torch.cuda.synchronize()
-    span_ms = begun.elapsed_time(ended) / 20
+    span_ms = device_ms(lambda: once(False), 20)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(5):
             once(False)
@@ -293,6 +286,18 @@ def parts_alone(graphs: dict[str, Captured], slope: torch.Tensor) -> dict[str, l
             act()
             alone.setdefault(part, []).append(1e6 * (time.perf_counter() - began))
     return alone
+
+
+def device_ms(act: Callable[[], None], count: int) -> float:
+    """The device's time for one of `count` calls in a row."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begun.record()
+    for _ in range(count):
+        act()
+    ended.record()
+    torch.cuda.synchronize()
+    return begun.elapsed_time(ended) / count
 
 
 def rebuilt(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -219,7 +219,7 @@ class _Signals:
         self._hook: Any = None
         if threading.current_thread() is not threading.main_thread():
             return
-        # A handler of somebody else's stays, and so does a signal that whoever started us wants ignored.
+        # Handlers installed by others remain, and so do signals that the parent process wants to be ignored.
         for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
             if signal.getsignal(number) == usual:
                 self._before[number] = signal.signal(number, self._stop)

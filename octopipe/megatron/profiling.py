@@ -194,7 +194,7 @@ def _times(
             if start <= world.rank < start + level:
                 rows = np.median(timed_rounds(units, max(3, repeats // 2), ring, device), axis=0)
             wait_all(world.control)
-        # An op is not slower for having fewer neighbours: what says so is noise.
+        # An op is not slower because fewer ranks are busy: such a measurement is noise.
         partial[level] = np.minimum(rows, loaded)
     return loaded, partial
 

@@ -235,7 +235,7 @@ class Executor:
         except TransferError as error:
             self._give_up()
             raise PeerError(self._hang_report(error)) from None
-        except PeerError as error:  # somebody else's failure: it must not be taken for this rank's
+        except PeerError as error:  # the failure of another rank must not be taken for this rank's
             self.board.write(f"{self._place()}: {' '.join(str(error).split())[:200]}", last=True)
             self._give_up()
             raise

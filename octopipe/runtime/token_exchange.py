@@ -10,7 +10,7 @@ are in shared files, for ranks of one host.
 
     moved = TokenExchange(ep_group, device)
     theirs = moved(rows)                                     # as many rows to every member
-    theirs = moved(rows, send=[3, 5], receive=[4, 4])        # so many rows to and from each
+    theirs = moved(rows, send=[3, 5], receive=[4, 4])        # rows to and from each member
     ...
     moved.close()
 """

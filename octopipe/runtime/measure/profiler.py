@@ -417,7 +417,7 @@ def assemble(
     )
     partial = {}
     for level, times in first.partial_ms.items():
-        # An op is not slower for having fewer neighbours: what says so is noise.
+        # An op is not slower because fewer ranks are busy: such a measurement is noise.
         quick = np.minimum(times, loaded)
         partial[level] = costs.replace(
             forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])

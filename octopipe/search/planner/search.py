@@ -201,7 +201,7 @@ class _Run:
         """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
         the budget is spent."""
         self.tell("simulating the best few")
-        # What somebody ran is simulated first: however short the time, an answer is not behind it.
+        # Splits of published runs are simulated first: however short the time, the answer is not slower than they are.
         used = [c for c in self.kept if c.split in self.published][:PUBLISHED]
         for candidate in [*used, *varied(self.kept, each=2)]:
             best_ms = self.best_ms

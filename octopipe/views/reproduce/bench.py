@@ -304,7 +304,7 @@ class Bench:
                     copies=False,
                 ).run()
                 if plain.interrupted:
-                    raise KeyboardInterrupt  # what somebody cut short is not the search of so many moves
+                    raise KeyboardInterrupt  # an interrupted search has not made this number of moves
                 return plain.plan, {}
             result = tune(
                 costs,

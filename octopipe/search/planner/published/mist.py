@@ -173,7 +173,7 @@ class _Pipeline:
         activation = s.sums(p.activation_bytes)
         room = p.capacity_bytes * (1.0 - self.reserve) - fixed
         upper = self._sensible(s)
-        # Of the layers from the stage's first on, so many keep their input alone that the rest fits.
+        # Counted from the stage's first layer, as many layers keep only their input as are needed to make the rest fit.
         saved = np.concatenate(([0.0], np.cumsum(p.activation_bytes - enters)))
         restored = s.largest(p.activation_bytes - enters)
         lacking = (held * stays * activation - room) / max(held * stays, 1e-9)
