@@ -165,7 +165,8 @@ def tell(found: dict[str, Any]) -> None:
             f"it ran {row['predicted_ms']:.2f} ({first:+.1f} %), corrected {row['predicted_after_ms']:.2f} "
             f"({error:+.1f} %), loss {row['loss']:.6f}"
         )
-    print(f"cut head over whole head: {found.get('gain', float('nan')):.3f}x; {found['seconds']:.0f} s", flush=True)
+    answer = found.get("answer") or f"cut head over whole head: {found['gain']:.3f}x"
+    print(f"{answer}; {found['seconds']:.0f} s", flush=True)
 
 
 def main() -> None:
