@@ -1,7 +1,7 @@
 """Interrupted steps: they leave the ranks out of step, and no further step may run without notice.
 
 Knows: whether the last step of a pipeline was complete, the error if it was not, which op and layer an error came from,
-and which parameters got no gradient in the first step. Does not know: how to recover.
+and what to warn about after the first step. Does not know: how to recover.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import KINDS
+from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.slots import SEND, RankProgram, Step
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.wire.telling import PeerError, moment, told
@@ -79,8 +80,18 @@ class Failures:
         self._broken, self.closed = "", False
 
 
-def warn_of_missing(rank: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Warn about trainable parameters that got no gradient in the first step."""
+def warn_of_gradients(rank: int, named: Iterable[tuple[str, nn.Parameter]], shared: Iterable[Shared]) -> None:
+    """After the first step: warn about trainable parameters without a gradient, and about hooks that saw only a part
+    of one. In one process, a tensor's hook sees the sum over all layers that use the parameter."""
+    for parameter in shared:
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if parameter.in_parts and any(getattr(parameter.parameter, name, None) for name in hooks):
+            warnings.warn(
+                f"rank {rank}: parameter {parameter.key} is used in several stages, and a hook on it is called with "
+                "the part of its gradient that each of them computes, not with their sum; if the hook does more than "
+                "scale gradients, change `.grad` after Pipeline.step() instead",
+                stacklevel=3,
+            )
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""

@@ -32,7 +32,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
-from octopipe.runtime.failures import Failures, warn_of_missing
+from octopipe.runtime.failures import Failures, warn_of_gradients
 from octopipe.runtime.given import check_given
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
@@ -262,7 +262,7 @@ class Pipeline:
                     self.reducer.finish()
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
-                warn_of_missing(self.rank, self.named_parameters())
+                warn_of_gradients(self.rank, self.named_parameters(), self.layers.shared())
             if self._watches_copies:  # in the second step, too: a rank may see a layer once a step
                 told = warn_of_copies(self.executor.chains, self.layers.ranks_of)
                 self._watches_copies = self.executor.steps_run < 2 and not told

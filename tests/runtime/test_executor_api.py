@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 
 import numpy as np
@@ -449,3 +450,29 @@ def test_a_tied_parameter_is_one_under_all_of_its_names():
     ) as pipe:
         modules = pipe.modules()
         assert modules[2].same is modules[2].weight is modules[0].weight
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_tied_parameter_is_warned_of_where_it_sees_parts_of_the_gradient(hook: str, cut: bool) -> None:
+    stages = (
+        (Stage(first=0, stop=2, rank=0), Stage(first=2, stop=3, rank=0)) if cut else (Stage(first=0, stop=3, rank=0),)
+    )
+    last = len(stages) - 1
+    ops = tuple(
+        Op(s, kind, 0) for kind, order in (("F", stages), ("B", stages[::-1])) for s in map(stages.index, order)
+    )
+    plan = Plan(num_layers=3, num_ranks=1, num_micro_batches=1, stages=stages, orders=(ops,))
+    layers = [nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)]
+    layers[2].weight = layers[0].weight
+    seen: list[int] = []
+    getattr(layers[0].weight, hook)(lambda given: seen.append(1))
+    ids = torch.arange(6).reshape(1, 6)
+    loss_fn = lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Pipeline(layers, plan, loss_fn, group=World(None), timeout_s=PATIENCE_S) as pipe:
+            pipe.step([ids], [ids])
+    words = [str(w.message) for w in told if "is used in several stages" in str(w.message)]
+    assert len(seen) == last + 1 and len(words) == last
+    assert all("parameter 0.weight" in text for text in words)

@@ -120,7 +120,7 @@ class Layers:
                 self._layers_of.setdefault(id(parameter), set()).add(min(k, self.loss_layer - 1))
         for name, parameter in self.named.items():
             key = self._canonical.get(name, name)
-            everywhere = {int(n.split(".", 1)[0]) for n in members.get(key, {name})}
+            everywhere = {min(int(n.split(".", 1)[0]), self.loss_layer - 1) for n in members.get(key, {name})}
             # A part of a layer that is cut is nobody else's.
             holders = {self.world.rank} if self.is_cut(name) else set().union(*(self.ranks_of[k] for k in everywhere))
             self._shared.append(
@@ -129,6 +129,7 @@ class Layers:
                     parameter=parameter,
                     layers=tuple(sorted(self._layers_of[id(parameter)])),
                     holders=tuple(sorted(holders)),
+                    in_parts=not any(everywhere <= set(range(s.first, s.stop)) for s in self.plan.stages),
                 )
             )
 

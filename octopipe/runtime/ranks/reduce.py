@@ -55,6 +55,8 @@ class Shared:
     """Layers of this rank that use it; its gradient is complete when all of them have finished."""
     holders: tuple[int, ...]
     """The ranks of the pipeline that hold it."""
+    in_parts: bool = False
+    """Whether several stages of a path use it: the backward pass of each computes a part of its gradient."""
 
 
 @dataclass(slots=True, eq=False)
