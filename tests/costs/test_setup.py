@@ -297,6 +297,20 @@ def test_32_gpus_of_two_kinds_in_one_command(capsys: pytest.CaptureFixture[str],
     assert code == 0 and "16 x h100 + 16 x a100" in " ".join(out.split())
 
 
+def test_the_line_about_a_set_up_counts_the_gpus_in_use(tmp_path: Path) -> None:
+    nodes = [{"gpu": "h100", "count": 1}, {"gpu": "a100", "count": 2}, {"gpu": "l40s", "count": 1}]
+    setup = resolve_costs("llama3-8b", pp=3, tp=2, dp=2, nodes=nodes).setup
+    assert setup is not None and setup.words().startswith("8 x h100 + 4 x a100: tp 2, pp 3, dp 2")
+    assert setup.peak_flops_per_ms == pytest.approx((8 * 989e9 + 4 * 312e9) / 12)
+
+
+def test_scale_refuses_sequences_of_different_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("100\n200\n300\n400\n")
+    sizes = ("--pp", "2", "--tp", "2", "--gpus", "4,8")
+    code, _, err = run(capsys, "scale", "llama3-8b", *sizes, "--lengths", str(tmp_path / "lengths.txt"))
+    assert code == 2 and "leave --lengths out" in err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

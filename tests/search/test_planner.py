@@ -15,6 +15,7 @@ import pytest
 from verbs import run
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli.verbs.plan_answer import changes
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.zoo import preset
@@ -165,6 +166,15 @@ def test_the_winner_is_at_least_as_fast_as_today() -> None:
     assert found.best.fits and found.today is not None
     assert found.best.step_ms <= found.today.step_ms
     assert found.best.plan is not None and found.best.peak_gib <= found.best.limit_gib
+
+
+def test_sizes_that_are_fixed_hold_beside_a_faster_split_of_today() -> None:
+    today = {"tp": 1, "pp": 1, "zero": 3}
+    cpu = {"budget_s": 0.5, "clock": time.process_time}
+    found = search(preset("llama3-8b"), base(), fixed={"tp": 4, "pp": 2}, today=today, **cpu, **SMALL)
+    assert found.today is not None and found.today.fits and found.today.step_ms < found.best.step_ms
+    assert (found.best.split.tp, found.best.split.pp) == (4, 2)
+    assert any("% slower than today's tp 1, pp 1" in line for line in changes(found))
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,8 @@ def changes(found: Found) -> list[str]:
     fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"
     gain = today.step_ms / best.step_ms - 1.0
     verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
+    if gain < -0.0005:  # where sizes are fixed that today's split does not have
+        verdict = f"{100 * (best.step_ms / today.step_ms - 1.0):.1f} % slower than today's"
     out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
     names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
     names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}

@@ -118,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError("the numbers of GPUs are missing; give --gpus 32,64,128 or 32,...,8192")
     if args.dp is not None:
         raise OctoPipeError("--dp follows from the number of GPUs; leave it out")
+    if args.lengths is not None:
+        raise OctoPipeError(
+            "scale deals equal sequences out to pipelines; leave --lengths out and give their usual length to --seq"
+        )
     if args.recompute == "auto":
         raise OctoPipeError("scale evaluates one split; give --recompute none, selective or full")
     counts, args.gpus = args.gpus, args.gpus[0]

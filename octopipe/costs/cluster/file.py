@@ -101,6 +101,20 @@ def node_gpus(nodes: Nodes, kind: str | None = None) -> int | None:
     return min((size for name, _, size in nodes if kind in (None, name)), default=None)
 
 
+def used_gpus(nodes: Nodes, gpus: int) -> list[tuple[str, int]]:
+    """The first so many GPUs of the nodes, entry by entry.
+
+    >>> used_gpus((("h100", 1, 8), ("a100", 2, 8), ("l40s", 1, 8)), 12)
+    [('h100', 8), ('a100', 4)]
+    """
+    out = []
+    for name, count, size in nodes:
+        if used := min(count * size, gpus):
+            out.append((name, used))
+            gpus -= used
+    return out
+
+
 class RankGpus(NamedTuple):
     """The GPUs of one pipeline rank, including all its replicas."""
 

@@ -35,7 +35,7 @@ from octopipe.costs.cluster.fields import (
     asked,
     fields_of,
 )
-from octopipe.costs.cluster.file import node_gpus
+from octopipe.costs.cluster.file import node_gpus, used_gpus
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
 from octopipe.costs.cluster.item_counts import ItemCounts
 from octopipe.costs.cluster.setup_words import words_of
@@ -345,13 +345,14 @@ class Setup:
         """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
         if self.gpu is None:
             return None
-        kinds = [(gpu(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
-        left, total = self.num_gpus, 0.0
-        for kind, number in kinds:
-            used = min(number, left)
-            total += used * kind.peak_flops_per_ms(self.precision)
-            left -= used
-        return total / max(self.num_gpus - left, 1)
+        kinds = [(gpu(name), number) for name, number in self.used_gpus] or [(self.gpu, self.num_gpus)]
+        total = sum(number * kind.peak_flops_per_ms(self.precision) for kind, number in kinds)
+        return total / max(sum(number for _, number in kinds), 1)
+
+    @property
+    def used_gpus(self) -> list[tuple[str, int]]:
+        """Of unequal nodes, the GPUs that pipeline ranks take, in order; empty without a cluster file."""
+        return used_gpus(self.nodes, self.num_gpus)
 
     @property
     def gpu_memory_gib(self) -> float:

@@ -20,7 +20,8 @@ def words_of(setup: Setup) -> str:
     else:
         known = {name: getattr(setup, name) for name in ("tp", "cp", "ep", "etp", "pp", "dp")}
         sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or (size or 1) > 1]
-        kinds = " + ".join(f"{n * g} x {name}" for name, n, g in setup.nodes) or f"{setup.num_gpus} x {setup.gpu.name}"
+        used = setup.used_gpus or [(setup.gpu.name, setup.num_gpus)]
+        kinds = " + ".join(f"{number} x {name}" for name, number in used)
         where = f"{kinds}: {', '.join(sizes)}"
     length = "" if setup.seq is None else f" x {setup.seq} tokens"
     batch = "" if setup.gpu is None and setup.seq is None else f"micro-batches of {setup.micro_batch_size}{length}"

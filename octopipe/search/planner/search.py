@@ -364,7 +364,9 @@ class _Run:
             # An answer that no runtime runs is none, however fast.
             fitting = [c for c in fitting if runs_on(c, self.spec)]
             self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
-        rivals = [*fitting, *self.tuned, *([present] if present is not None and present.fits else [])]
+        # Today's split is an answer only where it has the sizes that were asked for.
+        asked = present is not None and all(getattr(present.split, k) == v for k, v in self.fixed.items())
+        rivals = [*fitting, *self.tuned, *([present] if asked and present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
         if not rivals and (fit := [c for c in self.simulated if c.fits]):
@@ -372,7 +374,7 @@ class _Run:
         if not rivals:
             raise DoesNotFitError(unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
         fastest = min(rivals, key=lambda c: c.step_ms)
-        best = simplest(rivals, margin, present)
+        best = simplest(rivals, margin, present if asked else None)
         done = {c.split for c in self.simulated}
         rest = [c for c in self.kept if c.split not in done]
         # What was only estimated comes last: a closed form is not an answer beside a simulation.

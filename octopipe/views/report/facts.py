@@ -32,7 +32,7 @@ def _of_setup(setup: Setup, plan: Plan | None, costs: CostTable, ranks: int) -> 
     if setup.gpu is None:
         facts += [("GPU", "as measured"), ("PP", ranks)]
     else:
-        kinds = " + ".join(f"{n * g} × {name}" for name, n, g in setup.nodes)
+        kinds = " + ".join(f"{number} × {name}" for name, number in setup.used_gpus)
         facts.append(("GPU", kinds or f"{ranks * costs.gpus_per_rank * costs.data_parallel} × {setup.gpu.name}"))
         facts += [("TP", setup.tp), ("PP", ranks)]
         facts += [(name.upper(), getattr(setup, name)) for name in ("cp", "ep") if getattr(setup, name) > 1]
