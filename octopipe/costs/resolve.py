@@ -23,7 +23,7 @@ from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.fields import fields_of
 from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, ranks_on
-from octopipe.costs.cluster.hardware import GIB, Network
+from octopipe.costs.cluster.hardware import GIB, Link, Network
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
 from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
@@ -267,6 +267,11 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
     if setup.micro_batch_tokens:
         raise OctoPipeError(
             f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times covers one length only"
+        )
+    if setup.dp > 1 and table.gradient_bytes.any() and table.reduction == Link() and not gpu_given:
+        raise OctoPipeError(
+            f"{table.model}: the link over which {setup.dp} pipelines sum their gradients is not known; give "
+            "--gpu (gpu), whose links between nodes count, or leave dp out"
         )
     cluster = setup.cluster()
     tokens = table.tokens_per_micro_batch

@@ -67,6 +67,17 @@ def test_known_boundary_sizes_use_the_gpus_links(tmp_path):
     assert table.tokens_per_micro_batch == 2048
 
 
+def test_pipelines_sum_measured_gradients_over_a_known_link_or_not_at_all(tmp_path):
+    """Without a GPU the sum took no time, and nothing said so."""
+    path = tmp_path / "sized.json"
+    path.write_text(json.dumps({**TIMES, "gradient_gib": {"E": 1, "-": 1, "L": 1}}))
+    with pytest.raises(OctoPipeError, match=r"the link over which 4 pipelines sum.*give --gpu"):
+        resolve_costs(path, pp=2, dp=4)
+    table = resolve_costs(path, pp=2, dp=4, gpu="h100")
+    assert table.reduction.transfer_ms(50e9) == pytest.approx(1e3, rel=1e-3)
+    assert resolve_costs(path, pp=2).data_parallel == 1
+
+
 def test_a_config_file_and_its_folder_read_alike(tmp_path):
     folder = tmp_path / "my-llama"
     folder.mkdir()
