@@ -179,7 +179,7 @@ def resolve_costs(
                 f"{found.model}: lengths need a preset or a config; a file of times covers one length only"
             )
         return _measured(found, setup, gpu_given=gpu_given, reroute="imbalance" in asked)
-    setup = replace(setup, seq=_default_seq(found) if setup.seq is None else setup.seq)
+    setup = replace(setup, seq=default_seq(found) if setup.seq is None else setup.seq)
     if len(setup.images) > 1 and setup.micro_batches is None:
         setup = setup.with_micro_batches(max(1, len(setup.images) // setup.micro_batch_size))
     if "tp" not in asked:
@@ -194,7 +194,7 @@ def resolve_costs(
     )
 
 
-def _default_seq(spec: ModelSpec) -> int:
+def default_seq(spec: ModelSpec) -> int:
     """The usual length, or all that the decoder of an encoder-decoder has learned positions for."""
     learned = [join.embedding.positions for join in spec if isinstance(join, Join) and join.embedding is not None]
     return min([DEFAULT_SEQ, *(count for count in learned if count)])

@@ -168,6 +168,18 @@ def test_the_winner_is_at_least_as_fast_as_today() -> None:
     assert found.best.plan is not None and found.best.peak_gib <= found.best.limit_gib
 
 
+def test_models_with_learned_positions_are_planned_at_the_length_that_they_are_simulated_at() -> None:
+    from octopipe.cli import parser_of
+    from octopipe.cli.verbs import plan as verb
+    from octopipe.costs.resolve import resolve_costs
+
+    for model, more in (("whisper-large-v3", ()), ("llama3-8b", ()), ("whisper-large-v3", ("--seq", "128"))):
+        words = [model, "--gpus", "4", "--gpu", "h100", "--global-batch", "16", *more]
+        setup = verb._base(parser_of("plan", verb).parse_args(words))[1]
+        simulated = resolve_costs(model, pp=2, gpu="h100", **({"seq": 128} if more else {})).setup
+        assert simulated is not None and setup.seq == simulated.seq
+
+
 def test_sizes_that_are_fixed_hold_beside_a_faster_split_of_today() -> None:
     today = {"tp": 1, "pp": 1, "zero": 3}
     cpu = {"budget_s": 0.5, "clock": time.process_time}

@@ -17,6 +17,7 @@ from octopipe.cli.verbs.common import (
     add_setting_arguments,
     console,
     costs_from,
+    counted,
     micro_batches_from,
     named,
     non_negative,
@@ -129,8 +130,9 @@ def show(result: Comparison) -> None:
     out = console()
     ran = [r for r in result.results if not r.reason]
     mode = "every backward split" if result.split_backward else "as published"
+    count = counted(result.num_micro_batches, "micro-batch")
     out.print(
-        f"[bold]{named(result.model)}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
+        f"[bold]{named(result.model)}[/], pp {result.num_ranks}, {count}, {mode}; "
         f"lower bound {milliseconds(result.lower_bound_ms)} for {result.bound_of.words}"
     )
     if result.setup is not None:

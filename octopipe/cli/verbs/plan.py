@@ -307,7 +307,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     from octopipe.costs.cluster.file import count_gpus, read_cluster
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
-    from octopipe.costs.resolve import resolve_spec
+    from octopipe.costs.resolve import default_seq, resolve_spec
     from octopipe.search.planner.splits import FIXABLE
 
     spec = resolve_spec(args.model)
@@ -333,7 +333,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXABLE)}
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
-    base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
+    base = Setup(**{"seq": default_seq(spec), **given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
     if len(base.images) > 1:  # which sequences form a micro-batch is what is looked for: all count as the mean one
         args.images = sum(base.images) / len(base.images)
         base = replace(base, images=(args.images,))

@@ -84,7 +84,7 @@ def planned(
     from octopipe.costs.cluster.asking import form_fields
     from octopipe.costs.cluster.fields import of_text
     from octopipe.costs.cluster.setup import Setup
-    from octopipe.costs.resolve import resolve_spec
+    from octopipe.costs.resolve import default_seq, resolve_spec
     from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.record import record_of, scaled
@@ -108,7 +108,8 @@ def planned(
     if spec is None:
         raise OctoPipeError("this file contains times of one split only; choose a preset or a config.json")
     given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
-    base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
+    read = {name: of_text(name, form_fields()[name], text) for name, text in given.items()}
+    base = Setup(**{"seq": default_seq(spec), **read})
     runtime = str(asked.get("runtime") or "any")
     if runtime not in RUNTIMES:
         raise OctoPipeError(f"runtime: {brief(runtime)} is not one of {', '.join(RUNTIMES)}")
