@@ -294,6 +294,7 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
         (("plan", "llama3-8b", "--gpus", "8"), "the number of sequences per step is missing"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
         ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),
+        ((*PLAN, "--today", "vp=4"), "today's split has vp 4 but no pipeline (pp 1)"),
         (("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpus", "7"), "does not make 7 GPUs"),
     ],
 )

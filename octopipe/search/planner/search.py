@@ -413,6 +413,8 @@ def _today(
         named = ", ".join(f"{k} {today[k]}" for k in ("tp", "cp", "pp", "dp") if k in today) or "one GPU"
         need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
+    if sizes["vp"] > 1 and sizes["pp"] == 1:
+        raise OctoPipeError(f"today's split has vp {sizes['vp']} but no pipeline (pp 1); leave vp out or say which pp")
     if sizes["pp"] > 1:
         sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
     if "etp" not in sizes:
