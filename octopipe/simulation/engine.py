@@ -53,7 +53,8 @@ def makespans(order: Ints, preds: Ints, duration: Floats, sigma: float, runs: in
     for first in range(0, runs, at_once):
         count = min(at_once, runs - first)
         scaled = np.tile(duration, (count, 1))
-        scaled[:, nodes] *= np.exp(draws.normal(-0.5 * sigma * sigma, sigma, (count, nodes.size)))
+        # Not np.exp of an array, whose last digit depends on the processor.
+        scaled[:, nodes] *= draws.lognormal(-0.5 * sigma * sigma, sigma, (count, nodes.size))
         out[first : first + count] = _ends(order, preds, scaled)
     return out
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import math
+
 import numpy as np
 
 from octopipe.search.tuner.core.anneal import (
@@ -147,7 +149,9 @@ class Population:
     def resample(self, temperature: float, dice: np.random.Generator) -> None:
         """Replace members that are behind by copies of members that are ahead."""
         scores = np.array([m.score for m in self.members])
-        weight = np.exp(-(scores - scores.min()) / (SETTINGS.resample_scale * temperature * scores.min()))
+        scale = SETTINGS.resample_scale * temperature * scores.min()
+        # Not np.exp of an array, whose last digit depends on the processor.
+        weight = np.array([math.exp(-(score - scores.min()) / scale) for score in scores])
         reach = np.cumsum(weight) / weight.sum()
         count = len(self.members)
         chosen = np.minimum(np.searchsorted(reach, (dice.random() + np.arange(count)) / count), count - 1)

@@ -30,6 +30,8 @@ copy only takes more. Recomputation beside copies: the limit is left out.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,10 +89,10 @@ class Ramp:
         low, high = np.log(0.02 * per_byte), np.log(50.0 * per_byte)
         # Convex in the price, so nearly unimodal in its logarithm; any price gives a valid bound.
         prices = np.linspace(low, high, self.prices)
-        values = _priced(until_ms, np.exp(prices), room_bytes, self.recompute, *arrays)
+        values = _priced(until_ms, _powers_of_e(prices), room_bytes, self.recompute, *arrays)
         k = int(np.argmin(values))
         finer = np.linspace(prices[max(k - 1, 0)], prices[min(k + 1, self.prices - 1)], self.prices)
-        fine = _priced(until_ms, np.exp(finer), room_bytes, self.recompute, *arrays)
+        fine = _priced(until_ms, _powers_of_e(finer), room_bytes, self.recompute, *arrays)
         return float(min(done, values[k], fine.min()))
 
     def bound_ms(self, work_ms: float, rates: Array, heads: Array) -> float:
@@ -119,6 +121,11 @@ class Ramp:
         k = int(np.argmax(found))
         finer = np.linspace(times[max(k - 1, 0)], times[min(k + 1, self.times - 1)], _FINER)
         return max(found[k], *(idle(float(u)) for u in finer))
+
+
+def _powers_of_e(values: Array) -> Array:
+    """The same on every processor; the last digit of np.exp of an array is not."""
+    return np.array([math.exp(value) for value in values])
 
 
 def _hops(num_layers: int, num_ranks: int) -> Array:
