@@ -10,8 +10,8 @@ they would drift apart in silence. Layers that stand on the same ranks share it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,10 @@ def refuse_shared_memory(layers: Sequence[Any], ranks_of: Mapping[int, set[int]]
                 if address := tensor.untyped_storage().data_ptr():
                     by_memory.setdefault(address, {}).setdefault(id(tensor), held)
     for memory in by_memory.values():
-        for one, other in combinations(memory.values(), 2):
-            trained = one.tensor.requires_grad or other.tensor.requires_grad
+        for one, other in _overlapping(list(memory.values())):
             if tied.get(one.name, one.name) == tied.get(other.name, other.name):
                 continue
-            if trained and one.ranks != other.ranks and _overlap(one.tensor, other.tensor):
+            if one.ranks != other.ranks and (one.tensor.requires_grad or other.tensor.requires_grad):
                 both = isinstance(one.tensor, nn.Parameter) and isinstance(other.tensor, nn.Parameter)
                 mend = f"tied=[({one.name!r}, {other.name!r})]" if both else "give it a copy"
                 raise OctoPipeError(
@@ -59,11 +58,32 @@ def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def _overlapping(held: list[_Held]) -> Iterator[tuple[_Held, _Held]]:
+    """Pairs of tensors of one storage that have an element in common. Thousands may lie side by side in one storage
+    (flat buffers of optimizers), so only those are compared of which one begins before the other ends."""
+    ordered = sorted(held, key=lambda h: _reach(h.tensor)[0])
+    for n, one in enumerate(ordered):
+        end = _reach(one.tensor)[1]
+        for other in itertools.islice(ordered, n + 1, None):
+            if _reach(other.tensor)[0] >= end:
+                break
+            if _overlap(one.tensor, other.tensor):
+                yield one, other
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    size, begin = tensor.dtype.itemsize, int(tensor.storage_offset())
+    last = begin + sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (last + 1) * size
+
+
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common: parts of a fused weight have none."""
+    """Whether two tensors whose reaches overlap have an element in common: parts of a fused weight have none."""
     if one.dtype.itemsize != other.dtype.itemsize:
         return True
-    length = one.untyped_storage().nbytes() // one.dtype.itemsize
-    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    size = one.dtype.itemsize
+    begin = min(_reach(one)[0], _reach(other)[0]) // size
+    taken = torch.zeros(max(_reach(one)[1], _reach(other)[1]) // size - begin, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - begin).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - begin).any())
