@@ -115,6 +115,9 @@ def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None
     text = f"in {at.op}: {word} of micro-batch {at.cell.micro_batch} in stage {at.cell.stage} on rank {rank}, {layer}"
     if _is_out_of_memory(error):
         text += "; use smaller micro-batches, recomputation, or a plan tuned for less memory"
+    elif isinstance(error, IndexError) and "index out of range in self" in str(error):
+        text += "; an id is beyond the rows of an embedding: a token of a larger vocabulary, or a sequence with more "
+        text += "positions than the model has"
     with contextlib.suppress(Exception):  # an error that takes no notes is told without
         error.add_note(text)
 

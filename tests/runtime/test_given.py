@@ -148,3 +148,10 @@ def test_sparse_gradients_have_a_norm_and_are_clipped() -> None:
         want = torch.stack([g.norm() for g in gradients]).norm()
         assert abs(float(pipe.clip_grad_norm_(0.1)) - float(want)) < 1e-12
         assert abs(float(pipe.grad_norm()) - 0.1) < 1e-5
+
+
+def test_an_id_beyond_its_table_is_told_with_what_mostly_is_the_cause() -> None:
+    layers = [nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    with pipeline(layers, loss=lambda out, _: out.mean()) as pipe, pytest.raises(IndexError) as caught:
+        pipe.step([torch.tensor([3, 11])] * COUNT, [torch.zeros(1)] * COUNT)
+    assert "an id is beyond the rows of an embedding" in " ".join(caught.value.__notes__)
