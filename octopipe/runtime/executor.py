@@ -29,11 +29,11 @@ from octopipe.runtime.measured import Recorder
 from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
+from octopipe.runtime.stages.calling import Loss, SplitLoss
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
-from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.transfers import transfer
 from octopipe.runtime.wire.telling import PeerError, peer_words
 from octopipe.runtime.wire.transports.base import TransferError, Transport
@@ -90,6 +90,8 @@ class Executor:
         self.at: Step | None = None
         """The current instruction."""
         self.steps_run = 0
+        self.target_was_split = False
+        """Whether the targets of the step are rows of one target, rather than a list of the user's own."""
         self.outside = Outside()
         self.begun = 0
         """Number of steps and evaluations started, completed or not."""
@@ -344,7 +346,7 @@ class Executor:
         loss_fn = self.loss_fn
         if targets is None:
             return loss_fn
-        return Loss(loss_fn, targets[micro_batch])
+        return (SplitLoss if self.target_was_split else Loss)(loss_fn, targets[micro_batch])
 
     def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """The gradient with which a micro-batch's backward starts; created once, because nobody writes to it."""

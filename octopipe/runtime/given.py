@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from numbers import Integral
 from os import PathLike
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.runtime.wire.transports import NAMES
 from octopipe.simulation.lowering import Program
 
 
-def check_given(layers: Any, plan: Any, loss_fn: Any, timeout_s: float) -> None:
+def check_given(layers: Any, plan: Any, loss_fn: Any) -> None:
     """Raise for arguments of a `Pipeline` that are something else than they are taken for."""
-    if timeout_s <= 0:
-        raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
     listed = hasattr(layers, "__len__") and hasattr(layers, "__getitem__")
     if not listed or isinstance(layers, Mapping | nn.ModuleDict):
         raise OctoPipeError(
@@ -42,6 +43,53 @@ def check_given(layers: Any, plan: Any, loss_fn: Any, timeout_s: float) -> None:
         raise OctoPipeError(f"loss_fn is the class {loss_fn.__name__}; give an object of it ({loss_fn.__name__}())")
     if not callable(loss_fn):
         raise OctoPipeError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (output, target)")
+
+
+def check_options(
+    timeout_s: Any, seed: Any, tied: Any, side_inputs: Any, sharded: Any, transport: Any, costs: Any
+) -> None:
+    """Raise an error for options of a `Pipeline` that have another type than the one that they are used as."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise OctoPipeError(f"timeout_s is {timeout_s!r}; give a number of seconds > 0")
+    if seed is not None and not isinstance(seed, Integral):
+        raise OctoPipeError(f"seed is {seed!r}; give an integer, or None for the global random generators")
+    if isinstance(tied, str) or not all(_lists_names(tie) for tie in _listed(tied, "tied")):
+        raise OctoPipeError("tied holds something else than lists of names; write [('0.weight', '9.weight')]")
+    if isinstance(side_inputs, str) or not _lists_names(side_inputs):
+        raise OctoPipeError(f"side_inputs is {side_inputs!r}; give a list of names of arguments, such as ['mask']")
+    if sharded is not None and not (
+        isinstance(sharded, Mapping) and all(_lists_names(names) for names in sharded.values())
+    ):
+        raise OctoPipeError("sharded is no mapping to lists of names; write {'ep': ['*.experts.*']}")
+    if isinstance(transport, str) and transport not in NAMES:
+        raise OctoPipeError(f"unknown transport {transport!r}; one of {', '.join(NAMES)}")
+    if costs is not None and not isinstance(costs, CostTable):
+        mend = "give its .costs" if isinstance(getattr(costs, "costs", None), CostTable) else "give a CostTable"
+        raise OctoPipeError(f"costs is a {type(costs).__name__}; {mend}")
+
+
+def device_of(given: Any) -> torch.device:
+    """Return the device that a user named; raise an error if there is no such device on this machine."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise OctoPipeError(f"unknown device {given!r}; give cpu, cuda, cuda:0 or a torch.device") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise OctoPipeError(f"device {device}: this process sees {count} GPU{'s' * (count != 1)}; name another one")
+    return device
+
+
+def _listed(given: Any, name: str) -> Iterable[Any]:
+    if not isinstance(given, Iterable):
+        raise OctoPipeError(f"{name} is a {type(given).__name__}; give a list")
+    return given
+
+
+def _lists_names(given: Any) -> bool:
+    """Whether this is a collection of strings, and not one string, whose letters would be taken for names."""
+    return not isinstance(given, str) and isinstance(given, Iterable) and all(isinstance(one, str) for one in given)
 
 
 def check_factory(layer: Callable[..., Any], number: int) -> None:

@@ -33,7 +33,7 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.failures import Failures, warn_of_gradients
-from octopipe.runtime.given import check_given
+from octopipe.runtime.given import check_given, check_options, device_of
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -112,9 +112,10 @@ class Pipeline:
 
         `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
-        check_given(layers, plan, loss_fn, timeout_s)
+        check_given(layers, plan, loss_fn)
+        check_options(timeout_s, seed, tied, side_inputs, sharded, transport, costs)
         given = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
-        self.device = torch.device(device) if device is not None else given.default_device()
+        self.device = device_of(device) if device is not None else given.default_device()
         if cuda_graphs and self.device.type != "cuda":
             raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
         lowered_here = not isinstance(plan, Program)

@@ -33,6 +33,7 @@ class StepInputs:
             raise OctoPipeError(f"rank {mine.rank} holds a last stage, and loss_fn takes a target: give it the target")
         inputs = split_batch(batch, self._count, "batch") if mine.needs_batch else None
         targets = split_batch(target, self._count, "target") if mine.needs_target else None
+        self._executor.target_was_split = self._count > 1 and not isinstance(target, list)
         if inputs is None and mine.needs_batch:
             raise OctoPipeError(f"rank {mine.rank} holds a first stage: give it the batch")
         return inputs, targets

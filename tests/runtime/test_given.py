@@ -64,6 +64,20 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a context": (lambda: pipeline(autocast=torch.autocast("cpu")), "autocast is a autocast; give a dtype"),
     "no target": (lambda: pipeline().step(batch()[0]), "rank 0 holds a last stage.*give it the target"),
     "no target to evaluate": (lambda: pipeline().evaluate(batch()[0]), "rank 0 holds a last stage"),
+    "numbers for ties": (lambda: pipeline(tied=[0, 1]), r"tied holds something else.*write \[\('0.weight'"),
+    "one tie without its list": (lambda: pipeline(tied=("0.weight", "1.weight")), "tied holds something else"),
+    "text for seconds": (lambda: pipeline(timeout_s="30"), "timeout_s is '30'; give a number of seconds > 0"),
+    "seconds that are no number": (lambda: pipeline(timeout_s=float("nan")), "timeout_s is nan; give a number"),
+    "text for a seed": (lambda: pipeline(seed="1"), "seed is '1'; give an integer"),
+    "an unknown device": (lambda: pipeline(device="gpu"), "unknown device 'gpu'; give cpu"),
+    "a GPU too many": (lambda: pipeline(device="cuda:99"), "device cuda:99: this process sees"),
+    "one name for side inputs": (lambda: pipeline(side_inputs="mask"), "side_inputs is 'mask'; give a list"),
+    "a list of sharded names": (lambda: pipeline(sharded=["a"]), "sharded is no mapping"),
+    "one sharded name": (lambda: pipeline(sharded={"ep": "*.w"}), "sharded is no mapping to lists"),
+    "an unknown transport": (lambda: pipeline(transport="tcp"), "unknown transport 'tcp'; one of gloo"),
+    "a number for costs": (lambda: pipeline(costs=3), "costs is a int; give a CostTable"),
+    "a number for a group": (lambda: Pipeline(linears(), PLAN, square, group=3), "group is a int; give a proc"),
+    "a name for a mesh": (lambda: Pipeline(linears(), PLAN, square, mesh="pp"), "mesh is a str; give a DeviceMesh"),
     "a norm of order 0": (lambda: pipeline().clip_grad_norm_(1.0, 0), "norm_type is 0; give a number > 0"),
 }  # fmt: skip
 
@@ -92,6 +106,32 @@ def test_a_loss_that_is_not_one_real_number_is_refused(name: str, way: str) -> N
         pytest.raises(OctoPipeError, match=r"loss_fn (must return|returned a comp)"),
     ):
         getattr(pipe, way)(*batch())
+
+
+@pytest.mark.parametrize("way", ["step", "evaluate"])
+def test_one_row_of_a_target_is_not_repeated_for_a_micro_batch(way: str) -> None:
+    x, y = batch()
+    with pipeline() as pipe, pytest.raises(OctoPipeError, match="2 rows of output and one of the target"):
+        getattr(pipe, way)(x, y[:COUNT])  # (8, 4) - (4, 4) is an error without micro-batches
+
+
+def test_a_target_may_have_rows_of_its_own() -> None:
+    """As many as the output has where a layer pools rows, and one for each micro-batch where the user says so."""
+    x, y = batch()
+    pool = nn.Unflatten(0, (-1, 2))
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), pool, Mean()), *linears()[1:]]
+    with pipeline(layers) as pipe:
+        whole = square(layers[2](layers[1](layers[0](x))), y[:COUNT])
+        assert torch.allclose(pipe.step(x, y[:COUNT]), whole)
+    layers = linears()
+    with pipeline(layers) as pipe:
+        parts = [square(layers[2](layers[1](layers[0](a))), b) for a, b in zip(x.split(2), y[:COUNT].split(1))]
+        assert torch.allclose(pipe.step(x, list(y[:COUNT].split(1))), torch.stack(parts).mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
 
 
 def test_a_loss_without_a_target_needs_none() -> None:

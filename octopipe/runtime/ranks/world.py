@@ -106,6 +106,7 @@ class World:
         DeviceMesh."""
         if isinstance(group, World):
             return group
+        _check_groups(group, dp_group, mesh)
         if mesh is not None:
             if group is not None or dp_group is not None:
                 raise OctoPipeError("a mesh and process groups were given; give one or the other")
@@ -318,3 +319,14 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> Any:
     if needs_host(group, tensor):
         return HostWork(tensor, lambda host: group.broadcast([host], options))
     return group.broadcast([tensor], options)
+
+
+def _check_groups(group: Any, dp_group: Any, mesh: Any) -> None:
+    """Raise an error for process groups and meshes that are something else."""
+    for name, given in (("group", group), ("dp_group", dp_group)):
+        if given is not None and not (hasattr(given, "rank") and hasattr(given, "size")):
+            raise OctoPipeError(
+                f"{name} is a {type(given).__name__}; give a process group (torch.distributed.new_group)"
+            )
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise OctoPipeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh (init_device_mesh)")

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from octopipe.base.errors import OctoPipeError
+
 
 def arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
     """Whether the module's forward takes exactly one positional argument, and which side inputs it names."""
@@ -57,3 +59,28 @@ class Loss:
 
     def __call__(self, output: Any) -> Any:
         return self.function(output, self.target)
+
+
+class SplitLoss(Loss):
+    """A loss function with a target that the pipeline split by rows.
+
+    A target with one row per micro-batch would be repeated for all rows of the output by the loss's arithmetic. The
+    whole target has other rows than the whole output then, so that the same loss without micro-batches is an error.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, output: Any) -> Any:
+        target = self.target
+        if isinstance(output, Tensor) and isinstance(target, Tensor) and output.shape != target.shape:
+            _check_rows(output, target)
+        return self.function(output, target)
+
+
+def _check_rows(output: Tensor, target: Tensor) -> None:
+    alike = output.ndim == target.ndim > 0 and output.shape[1:] == target.shape[1:]
+    if alike and target.shape[0] == 1 and output.shape[0] > 1:
+        raise OctoPipeError(
+            f"a micro-batch has {output.shape[0]} rows of output and one of the target, which the loss would repeat; "
+            "give a target with as many rows as the batch, or lists of micro-batches"
+        )
