@@ -209,7 +209,7 @@ SENT_AGAIN_S = 0.05
 
 
 class _Signals:
-    """Turns SIGTERM and Ctrl-C into exceptions in the main thread: verbs close files, stop ranks, keep plans."""
+    """Turns SIGTERM and Ctrl-C into exceptions, so that verbs close files, stop ranks and keep plans."""
 
     def __init__(self) -> None:
         self.number = 0
