@@ -18,7 +18,7 @@ def draw_with(draw: Draw) -> None:
 
 
 def html_of(what: object) -> str | None:
-    """The picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
+    """Return the picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
     return _draw[0](what) if _draw else None
 
 

@@ -36,12 +36,12 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def stem_of(path: str | os.PathLike[str]) -> str:
-    """The name of an object read from this file; printable even if the file's name is not valid text."""
+    """Return the name for an object read from this file; printable even if the file's name is not valid text."""
     return letters(Path(path).stem)
 
 
 def letters(text: str) -> str:
-    """The text with undecodable bytes (for example, in a file name) escaped, so that every output can show it.
+    """Return the text with undecodable bytes (for example, in a file name) escaped, so that every output can show it.
 
     >>> letters("a" + chr(0xdcff))
     'a\\\\udcff'
@@ -181,7 +181,10 @@ def _lenient(raw: bytes, where: str) -> object:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The file that writing to `path` would create or replace, links resolved: a regular file, or nothing yet."""
+    """Return the file that writing to `path` would create or replace, with links resolved.
+
+    Raises OctoPipeError unless it is a regular file, or does not exist yet in an existing folder.
+    """
     name = shown(path)
     try:
         if _through_a_device(path):
@@ -251,7 +254,7 @@ def kind_of(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """A value as shown in an error message: short, even if it is a number with a thousand digits."""
+    """Format a value for an error message: short, even if it is a number with a thousand digits."""
     if isinstance(value, int) and abs(value) > 10**20:
         return "a huge number"
     try:

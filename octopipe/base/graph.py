@@ -56,7 +56,7 @@ def topological_order(preds: Ints) -> Ints:
 
 
 def find_cycle(preds: Ints) -> list[int]:
-    """One cycle as nodes in the order in which they wait (each needs the next one), or an empty list."""
+    """Return one cycle as nodes in the order in which they wait (each needs the next one), or an empty list."""
     order = topological_order(preds)
     if order.size == preds.shape[0]:
         return []

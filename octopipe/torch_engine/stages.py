@@ -1,9 +1,9 @@
 """A plan's stages as `PipelineStage` objects of torch.distributed.pipelining.
 
 Knows: how a list of layers becomes the modules of this rank's stages, recomputation inside them, and a `PipelineStage`
-with our own I and W: the weight-gradient GEMMs are deferred (`runtime/wgrad.py`). PyTorch's own split instead runs the
-forward of a checkpointed stage once per group of parameters, and leaves all of the first stage's backward to W. Does
-not know: orders, losses, sends.
+with our own I and W: the weight-gradient GEMMs are deferred (`runtime/stages/wgrad.py`). PyTorch's own split instead
+runs the forward of a checkpointed stage once per group of parameters, and leaves all of the first stage's backward to
+W. Does not know: orders, losses, sends.
 
 Between stages PyTorch passes a tensor or a flat tuple of tensors, of the same shapes for every micro-batch.
 """

@@ -113,7 +113,7 @@ class Body(Expressions):
         return [a.arg for a in told.args]
 
     def owned(self, result: Value) -> list[str]:
-        """Return the registers of a result, with its arrays copied: they may be views of arrays of the caller."""
+        """Return the registers of a result, with its arrays copied: they may be views of other arrays or arguments."""
         regs: list[str] = []
         for part in self.parts(result) if isinstance(result.type, Tuple) else [result]:
             if isinstance(part.type, Tuple):

@@ -52,7 +52,7 @@ class PlanBound(NamedTuple):
 
 
 def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
-    """Return the bound that the plan carries if `costs` are its own, else that of the smallest class around it."""
+    """Return the bound in the plan if `costs` are its own, else that of the smallest class that includes it."""
     from octopipe.plans.setting import COSTS
     from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 
@@ -81,7 +81,10 @@ def exchange_words(timeline: Timeline) -> str:
 
 
 def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float | None:
-    """Return the plan's step time if all expert ranks got equally many tokens; None if the costs assume that."""
+    """Return the plan's step time if all expert ranks got equally many tokens.
+
+    None if the costs already assume that, or if MODEL's costs cannot be computed without the imbalance.
+    """
     from dataclasses import replace
 
     from octopipe.costs.resolve import costs_of_setup, resolve_measured, resolve_spec
@@ -112,7 +115,7 @@ def uneven_words(even_ms: float | None, step_ms: float) -> str:
 
 
 def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "directed") -> Timeline | None:
-    """Return the timeline with contention, or None unless MODEL is a profile of ranks that slow each other."""
+    """Return the timeline with contention; None unless MODEL is a profile of ranks that slow each other down."""
     profile = _profile_of(model)
     if profile is None or profile.costs.num_layers != plan.num_layers or channel == "blocking":
         return None

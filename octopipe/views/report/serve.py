@@ -2,8 +2,8 @@
 
 Knows: paths, headers and status codes. Does not know: searches (jobs.py) or the report (page.py).
 
-By default it listens only on this machine, and answers only requests whose Host header names a host it listens on, so
-that a foreign web page cannot reach it by DNS rebinding. Everybody who can reach the port can use it.
+By default it listens only on this machine. It then answers only requests whose Host header names this machine, so that
+a foreign web page cannot reach it by DNS rebinding. Everybody who can reach the port can use it.
 """
 
 from __future__ import annotations

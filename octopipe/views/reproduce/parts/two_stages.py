@@ -149,8 +149,7 @@ def six_layers() -> CostTable:
 
 
 def _single(bench: Bench, costs: CostTable, base: Plan, phases: tuple[str, ...]) -> Plan:
-    """Return the plan of one phase alone, from 1F1B. Only scheduling may split the backward; partitions keep it
-    fused."""
+    """Return the plan of one phase alone, from 1F1B. Only scheduling may split the backward; partitions do not."""
     if phases == ("partition",):
         plans = [one_f_one_b_plan(costs, 2, 2, (k, 6 - k)) for k in range(1, 6)]
         return min(plans, key=lambda plan: simulate(plan, costs).step_ms)
