@@ -230,8 +230,7 @@ def compare(
     progress: CompareProgress | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Comparison:
-    """Simulate every published system (or those in `systems`) on one model; results are sorted best first, each with
-    its plan.
+    """Simulate every published system (or those in `systems`) on one model; results are best first, each with its plan.
 
     `systems` is a list, or a string like "1f1b,zb-h1"; `names` is its former name. `recompute="auto"` recomputes as
     many layers as each system needs to fit.

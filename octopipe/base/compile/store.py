@@ -1,5 +1,4 @@
-"""The folder where compiled code is kept between runs; because it is executed, only files that are provably ours are
-read.
+"""The folder where compiled code is kept between runs; as it is executed, only files that are provably ours are read.
 
 Knows: which folder is private, and how a file is proved to be what its name says. Does not know: what code is.
 

@@ -176,8 +176,7 @@ def add_training_arguments(parser: Any) -> None:
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
-    """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so argparse does not
-    require it.
+    """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so it is not required.
 
     `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden.
     """

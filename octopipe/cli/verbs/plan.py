@@ -285,7 +285,7 @@ STACKS = {
 
 
 def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Stack | None:
-    """Return the stack that was asked for, else the newest of the runtime that was fitted on this GPU generation and
+    """Return the stack that was asked for, else the runtime's newest that was fitted on this GPU generation and
     precision.
 
     If none was, a runtime with only one stack gets that one, and others get None.

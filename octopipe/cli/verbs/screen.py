@@ -45,8 +45,7 @@ def printable(text: str) -> str:
 
 
 def json_without_control(text: str) -> str:
-    """Return JSON text with characters that could control a terminal (escape codes, bidirectional marks) as JSON
-    escapes.
+    """Return JSON text with characters that control a terminal (escape codes, bidirectional marks) as JSON escapes.
 
     The value of the JSON text stays the same.
 

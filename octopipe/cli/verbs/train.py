@@ -150,8 +150,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
 
 
 def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Set the encoder's input, frozen layers and offloaded optimizer state in `args`, by default as the plan was made
-    for.
+    """Set the encoder's input, frozen layers and offloaded optimizer state in `args`, by default as the plan has them.
 
     Returns the encoder's part.
     """

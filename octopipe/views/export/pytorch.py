@@ -129,8 +129,7 @@ def pytorch_csv(plan: Plan) -> str:
 
 
 def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *, version: str | None = None) -> str:
-    """Return the text for `_load_csv(path, format="compute_comms")`, with our deadlock-free order of sends and
-    receives.
+    """Return the text for `_load_csv(path, format="compute_comms")`, with our deadlock-free sends and receives.
 
     `costs` time the lowering (default: those that the plan carries). `version`: the PyTorch that will load it (default:
     the newest).

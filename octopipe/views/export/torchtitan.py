@@ -1,5 +1,4 @@
-"""A plan in torchtitan's own settings: the modules of every model part, the schedule CSV, and a config module with
-both.
+"""A plan in torchtitan's own settings: the modules of every model part, the schedule CSV, a config module with both.
 
 Knows: what torchtitan can run without a patch: stage i on rank i mod pp with the same number of stages on every rank,
 or a V of two stages per rank. Does not know: torch, torchtitan. Any other plan runs through

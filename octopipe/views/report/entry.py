@@ -176,8 +176,8 @@ def _memory(t: Timeline, tick: float, pack: Packer) -> dict[str, Any] | None:
 
 
 def thin_out(curve: MemoryCurve, limit: int) -> MemoryCurve:
-    """Return the curve with simultaneous changes merged into their maximum, then reduced to at most about `limit`
-    points.
+    """Return the curve with simultaneous changes merged into their maximum, then reduced to about `limit` points at
+    most.
 
     Merging keeps each group's maximum and its last level, so peaks are preserved.
     """

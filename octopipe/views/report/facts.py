@@ -1,5 +1,4 @@
-"""What a timeline's numbers are for: the set-up as named facts, and the factors that turn a step time into a
-throughput.
+"""What a timeline's numbers are for: the set-up as named facts, and the factors from step time to throughput.
 
 Knows: how GPU, parallel sizes, batch and precision are shown to a reader. Does not know: HTML, or how the step time was
 obtained. Facts that are not known are left out, never guessed.

@@ -91,7 +91,7 @@ def make_server(
     tune: Tune | None = None,
     planner: Planner | None = None,
 ) -> Server:
-    """Return a server that is bound but not yet serving; `files` are layer-times or config files offered beside the
+    """Return a server that is bound but not yet serving; `files` (layer times or configs) are offered beside the
     presets.
 
     `planner` answers the form of the page /plan; without one there is no such page.
@@ -191,8 +191,7 @@ def plan_page(models: Mapping[str, str]) -> str:
 
 
 def shown_answer(record: Mapping[str, Any], plan: str | None) -> dict[str, Any]:
-    """Return an answer in the form the page needs: the panel, the plan file, and a file to share that can be opened
-    again.
+    """Return an answer in the form the page needs: the panel, the plan file, and a file to share and open again.
 
     The file is text, because a browser that writes JSON itself changes numbers (0.0 becomes 0). The panel is drawn from
     that text, so that opening the file shows the same panel.

@@ -62,8 +62,7 @@ def share_of(plan: Plan, costs: CostTable, *, channel: Channel = "directed", rec
 
 
 def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, seed: int) -> Plan:
-    """Return a plan with the same stages whose transfers overlap more and whose step is longer by at most `slack` (a
-    share).
+    """Return a plan with the same stages, more overlap of transfers, and a step longer by at most `slack` (a share).
 
     A random walk moves one op of one rank at a time and keeps every order in which no less overlaps.
     """

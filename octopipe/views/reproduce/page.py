@@ -1,5 +1,4 @@
-"""docs/reproduction.md: the whole reproduction on one page; appendix, raw rows, plans and pictures in a folder next to
-it.
+"""docs/reproduction.md: the whole reproduction on one page; appendix, raw rows, plans and pictures in its folder.
 
 Knows: the text above the tables, and which files there are. Does not know: how a part is written (markdown.py).
 """
@@ -86,8 +85,7 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
 
 
 def rounded(value: Any) -> Any:
-    """Round every number to 12 significant digits, and values below `LEAST`, such as differences of equal numbers, to
-    zero.
+    """Round every number to 12 significant digits, and below `LEAST` (such as differences of equals) to zero.
 
     The last digits differ between processors, but the page must not.
 

@@ -1,5 +1,4 @@
-"""How the paper's measurements are read: the assumptions that it leaves open as one record, and costs and plans under
-it.
+"""How the paper's measurements are read: the assumptions that it leaves open, and costs and plans under them.
 
 Knows: the assumptions that determine a baseline's step time and how each is applied. Does not know: which of them fit;
 parts/sensitivity.py changes them one at a time, and READING fits nine step times, throughputs and bubbles of baselines
@@ -101,8 +100,7 @@ PUBLISHED = replace(READING, head=1.0)
 """The same with the head's time as the authors published it."""
 LLAMA_HEAD = 1.5
 """The fitted factor for LLaMA. LLaMA 8B gains 1.40 over 1F1B in the paper, which no plan can reach with a factor above
-2, and the baselines' ratios on 70B fit best with this factor. Jamba and Nemotron-H fit best with the factor in
-READING."""
+2, and the baselines' ratios on 70B fit best with this factor. READING's factor fits Jamba and Nemotron-H best."""
 ANALYTIC = replace(PUBLISHED, sent="share")
 """The reading for analytic costs, which already include the loss and the logits."""
 

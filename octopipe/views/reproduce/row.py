@@ -125,8 +125,7 @@ class Row:
         trial: Callable[[], Value] | None = None,
         **more: Any,
     ) -> Row:
-        """Return a row on a number, which agrees within the tolerance (a share of the paper's value, or `absolute`) or
-        differs.
+        """Return a row on a number that agrees within the tolerance (a share of the paper's, or `absolute`) or differs.
 
         `used_in_fit`: it is one of the numbers that were used to choose the fitted reading. A difference is tested by
         the fitted reading of the head if that explains it, else by the change that `test` names: `trial` computes our

@@ -259,8 +259,7 @@ def _priority(bench: Bench, costs: CostTable, found: Sequence[Plan]) -> Row:
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the p-value that `a` is smaller than `b`: one-sided Mann-Whitney test, normal approximation, ties counted
-    half.
+    """Return the p-value of `a` being smaller: one-sided Mann-Whitney test, normal approximation, ties count half.
 
     >>> round(rank_test([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]), 3)
     0.006

@@ -1,5 +1,4 @@
-"""Every assumption that the paper leaves open, changed one at a time, and a test of every reason given for a
-difference.
+"""Every assumption that the paper leaves open, changed one at a time; every reason given for a difference, tested.
 
 Knows: nine absolute measurements of baselines that the paper prints (Table III, the first line of Table V, the bubble
 of Figure 2) and what each reading predicts for them. Does not know: how a reading is applied (reading.py).

@@ -124,8 +124,7 @@ def _together(
 
 
 def _kept_loads(costs: CostTable) -> float:
-    """Return the best step time of placements with two layers on one rank and four on the other, with the backward
-    fused.
+    """Return the best step time of placements with two layers on one rank and four on the other, backward fused.
 
     The order is carried over from 1F1B: every op is placed at the time at which its layers ran there.
     """
