@@ -51,10 +51,11 @@ Model = str | os.PathLike[str] | ModelSpec | CostTable
 
 
 def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Lists the set-up's keywords, which a function takes as `**`, in `help()` and in a notebook's completion.
+    """Add the set-up's keywords, which a function takes as `**`, to the signature that `help()` and notebooks show.
 
     A default of None means that the value is derived from the model, the GPU or other keywords. `defaults`: those that
-    differ from the defaults of `Setup`."""
+    differ from the defaults of `Setup`.
+    """
 
     def shown(function: _Function) -> _Function:
         own = inspect.signature(function)
@@ -87,10 +88,10 @@ def build_plan(
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Plan:
-    """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
+    """Build the plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
     `num_micro_batches` defaults to twice the number of ranks. `split_backward=True` splits B into I and W for systems
-    that do not. `chunks` is the number of stages per rank of systems with several; further `options` are specific to
+    that do not. `chunks` is the number of stages per rank, for systems with several; further `options` are specific to
     the system (`octopipe systems`).
     """
     from octopipe.search.systems.registry import build_plan as build
@@ -116,7 +117,7 @@ def simulate(
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Timeline:
-    """The predicted timeline of a plan, a program, a plan file, or a system by name.
+    """Predict the timeline of a plan, a program, a plan file, or a system by name.
 
     A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
     `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`.
@@ -172,7 +173,7 @@ def tune(
     target: Literal["octopipe", "torch", "megatron"] = "octopipe",
     **setup: Unpack[SetupKeywords],
 ) -> TuneResult:
-    """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
+    """Search for the fastest plan for a model within `budget_s` seconds; the result always fits in memory.
 
     `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") fixes that decision instead of
     searching it. The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of
@@ -186,7 +187,7 @@ def tune(
             raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
         budget_s = asked.pop("budget")
     budget_s = seconds_of(budget_s)
-    # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
+    # "auto" lets the search decide. True, False and "none" are passed to the search, other modes to the set-up.
     recompute: Any = asked.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):
         asked["recompute"] = recompute
@@ -229,7 +230,7 @@ def compare(
     progress: CompareProgress | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Comparison:
-    """Every published system (or those in `systems`) on one model, best first; each result has its plan.
+    """Simulate every published system (or those in `systems`) on one model; results are best first, each with its plan.
 
     `systems` is a list, or a string like "1f1b,zb-h1"; `names` is its former name. `recompute="auto"` recomputes as
     many layers as each system needs to fit.
@@ -263,7 +264,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _PriceOf:
-    """The costs of a model under any mode of recomputation."""
+    """A function that returns the costs of a model under any mode of recomputation."""
 
     model: Model
     num_ranks: int
@@ -278,8 +279,8 @@ class _PriceOf:
 def _costs(
     model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[CostTable, dict[str, Any]]:
-    """The costs of `model`, and what a plan made with them must store. `others`: the caller's keywords besides those of
-    the set-up, used to suggest the closest one in an error."""
+    """Return the costs of `model`, and what a plan made with them must store. `others`: the caller's keywords besides
+    those of the set-up, used to suggest the closest one in an error."""
     setup = keywords(setup, others=others)
     if isinstance(model, CostTable):
         if setup:
@@ -292,30 +293,30 @@ def _costs(
         )
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
-    if isinstance(named, ModelSpec):  # a model without a name that finds it again
+    if isinstance(named, ModelSpec):  # a ModelSpec has no name by which the model could be loaded again
         return costs, {**carried(costs), **_facts(costs)}
     setting = {"model": named} | {k: v for k, v in setup.items() if v is not None}
     return costs, {**carried(costs, setting), **_facts(costs)}
 
 
 def _words_of(function: Callable[..., Any]) -> list[str]:
-    """The keywords in a function's displayed signature."""
+    """Return the parameter names in a function's displayed signature."""
     return list(inspect.signature(function).parameters)
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:
-    """The set-up of the costs as text and numbers, if it is known."""
+    """Return the entry that stores the set-up of the costs as text and numbers; empty if the set-up is not known."""
     return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
 def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
-    """The timeline with the set-up it was predicted for."""
+    """Return the timeline with the set-up it was predicted for."""
     setting = known.get(SETTING)
     return replace(timeline, setting=dict(setting)) if isinstance(setting, Mapping) else timeline
 
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
-    """The plan with what it was made for, replacing any such entries from elsewhere."""
+    """Return the plan with what it was made for, replacing any such entries from elsewhere."""
     extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP, MODE)}
     return replace(plan, extra=extra | dict(known))
 

@@ -1,4 +1,4 @@
-"""torchtitan under our plans: `pipelining_fn(plan)` for a model spec's hook of that name.
+"""Running plans in torchtitan: `pipelining_fn(plan)` is a value for the field of that name in a ModelSpec.
 
 Knows: the arguments and results of torchtitan's `pipelining_fn` (schedule, model parts, whether this rank has the first
 and the last stage), and how its models are split by module names. Does not know: torchtitan itself, which is never
@@ -27,20 +27,23 @@ from octopipe.views.export.pytorch import torch_order
 from octopipe.views.export.torchtitan import TitanSettings, module_names, titan_settings
 
 _HEADS = ("lm_head", "output")
-"""What torchtitan's models call their output projection, newest name first."""
+"""The names of the output projection in torchtitan's models, newest first."""
 
 Result = tuple[Any, list[nn.Module], bool, bool]
 
 
 def settings(plan: Plan) -> TitanSettings:
-    """The unpatched path: `module_fqns_per_model_part` and a schedule CSV; one line says why where it is closed."""
+    """Return `module_fqns_per_model_part` and a schedule CSV, with which torchtitan runs the plan without the hook.
+
+    A plan that torchtitan cannot run in this way raises a one-line error that says why.
+    """
     return titan_settings(plan)
 
 
 def pipelining_fn(plan: Plan, *, costs: CostTable | None = None) -> Callable[..., Result]:
-    """A `pipelining_fn` for torchtitan's ModelSpec that runs this plan.
+    """Return a `pipelining_fn` for torchtitan's ModelSpec that runs this plan.
 
-    Whatever torchtitan passes besides what is named here goes on to the model's own `parallelize_fn`.
+    Arguments of torchtitan that are not named in `pipeline` below are passed on to the model's own `parallelize_fn`.
     """
     order = torch_order(plan)
 
@@ -84,7 +87,10 @@ def pipelining_fn(plan: Plan, *, costs: CostTable | None = None) -> Callable[...
 
 
 def _check_micro_batches(plan: Plan, training: Any, parallelism: Any) -> None:
-    """Raise unless torchtitan makes as many micro-batches as the plan has; releases up to 0.3 count sequences."""
+    """Raise unless torchtitan makes as many micro-batches as the plan has.
+
+    Releases up to 0.3 configure the number of sequences per micro-batch instead of `num_pp_microbatches`.
+    """
     given = getattr(parallelism, "num_pp_microbatches", None)
     if given is not None:
         if given != plan.num_micro_batches:
@@ -101,7 +107,7 @@ def _check_micro_batches(plan: Plan, training: Any, parallelism: Any) -> None:
 
 
 def _head(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """The modules behind the blocks, after checking that the model has the plan's layers."""
+    """Return the names of the modules after the blocks; raise OctoPipeError unless the model has the plan's layers."""
     children = dict(model.named_children())
     blocks = children.get("layers")
     head = next((name for name in _HEADS if name in children), None)
@@ -122,14 +128,15 @@ def _head(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 
 def model_part(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A copy of the model with these modules only; the others are None, and blocks keep their names."""
+    """Return a copy of the model with only these modules. Other children with parameters are None, other blocks are
+    left out of their container; the blocks of a ModuleDict keep their names."""
     keep = set(names)
     memo: dict[int, Any] = {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict | nn.ModuleList):
             for key, block in child.named_children():
                 if f"{name}.{key}" not in keep:
-                    memo[id(block)] = None  # so that what is left out is not copied first
+                    memo[id(block)] = None  # deepcopy then takes None for this block instead of copying it
         elif name not in keep and any(True for _ in child.parameters()):
             memo[id(child)] = None
     part = copy.deepcopy(model, memo)
@@ -143,7 +150,7 @@ def model_part(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """torchtitan's losses may come with their metrics; a schedule wants the number."""
+    """Return only the loss of a loss function that, as some of torchtitan's, returns it with metrics."""
 
     def loss(*args: Any, **more: Any) -> Tensor:
         out = loss_fn(*args, **more)
@@ -153,7 +160,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _mesh_finder(parallel_dims: Any) -> Callable[..., Any]:
-    """Where a stage finds the mesh of a DTensor that arrives as a plain one."""
+    """Return the function with which a stage looks up the device mesh of a DTensor that was sent as a plain tensor."""
 
     def find(names: tuple[str, ...], layout: Any = None) -> Any:
         mesh = parallel_dims.get_mesh(list(names))

@@ -19,7 +19,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
 
 
 def seconds_of(given: float | str) -> float:
-    """A length of time in seconds, given as a number or in words.
+    """Return a length of time in seconds, given as a number or as text such as "2m".
 
     >>> seconds_of(10), seconds_of("2m"), seconds_of("500ms")
     (10.0, 120.0, 0.5)
@@ -35,7 +35,7 @@ def seconds_of(given: float | str) -> float:
 
 @cache
 def process_began() -> float:
-    """On the clock of `time.monotonic`."""
+    """Return the time at which this process started, on the clock of `time.monotonic`."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

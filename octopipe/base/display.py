@@ -13,17 +13,17 @@ _draw: list[Draw] = []
 
 
 def draw_with(draw: Draw) -> None:
-    """Register the function that turns a plan or a timeline into HTML; the last registration is used."""
+    """Register the function that turns a plan or a timeline into HTML; a later registration replaces an earlier one."""
     _draw[:] = [draw]
 
 
 def html_of(what: object) -> str | None:
-    """The picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
+    """Return the picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
     return _draw[0](what) if _draw else None
 
 
 def milliseconds(value: float) -> str:
-    """A time as every verb and page writes it: always in ms, four digits or more.
+    """Format a time as all commands and pages do: always in ms, with at least three significant digits from 1 ms on.
 
     >>> milliseconds(1074.04), milliseconds(14.199), milliseconds(0.1234)
     ('1074.0 ms', '14.20 ms', '0.123 ms')
@@ -33,7 +33,7 @@ def milliseconds(value: float) -> str:
 
 
 def parameter_count(number: float) -> str:
-    """Parameters of a model, in billions or millions.
+    """Format a model's number of parameters, in billions or millions.
 
     >>> parameter_count(8.03e9), parameter_count(2.6e6), parameter_count(812)
     ('8.03 B', '2.60 M', '812')
@@ -44,7 +44,7 @@ def parameter_count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time to wait, to the second, minute or tenth of an hour.
+    """Format a waiting time, rounded to a second, a minute or a tenth of an hour.
 
     >>> duration(0.2), duration(42.4), duration(400), duration(9000)
     ('1 s', '42 s', '7 min', '2.5 h')
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def one_line(kind: str, *facts: str) -> str:
-    """A `repr` that fits a line.
+    """Return a `repr` that fits on one line; empty facts are left out.
 
     >>> one_line("Plan", "1f1b", "", "4 stages on 2 ranks")
     '<Plan: 1f1b, 4 stages on 2 ranks>'

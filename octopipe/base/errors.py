@@ -5,7 +5,7 @@ code 2 (3: does not fit in memory). Does not know: what can go wrong; every pack
 """
 
 MAX_MICRO_BATCHES = 1 << 16
-"""A plan lists every op of every micro-batch: beyond, it would fill the memory of most machines."""
+"""A plan lists every op of every micro-batch: with more micro-batches, it would fill the memory of most machines."""
 
 
 class OctoPipeError(Exception):

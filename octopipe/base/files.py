@@ -29,19 +29,19 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as shown in an error message: always one printable line."""
+    """Return a path as error messages show it: always one printable line, shortened if it is long."""
     text = str(path)
     text = text if len(text) <= 200 else text[:200] + "..."
     return text if text.isprintable() else repr(text)
 
 
 def stem_of(path: str | os.PathLike[str]) -> str:
-    """The name of an object read from this file; printable even if the file's name is not valid text."""
+    """Return the name for an object read from this file; printable even if the file's name is not valid text."""
     return letters(Path(path).stem)
 
 
 def letters(text: str) -> str:
-    """The text with undecodable bytes (for example, in a file name) escaped, so that every output can show it.
+    """Return the text with undecodable bytes (for example, in a file name) escaped, so that every output can show it.
 
     >>> letters("a" + chr(0xdcff))
     'a\\\\udcff'
@@ -53,10 +53,11 @@ def letters(text: str) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """A regular file's bytes, or one line about what is wrong with the path."""
+    """Return the bytes of a regular file; raise OctoPipeError if the path is wrong or the file too large."""
     name = shown(path)
     try:
-        # Opened first and looked at afterwards, so that it is the same file; O_NONBLOCK: a pipe is no wait.
+        # Open first and inspect the descriptor afterwards, so that both concern the same file. O_NONBLOCK: do not block
+        # on a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         with open(handle, "rb") as file:
             info = os.fstat(handle)
@@ -78,7 +79,7 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES
 
 
 def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES) -> object:
-    """The value of a JSON text; duplicate keys and more values than the limit are errors."""
+    """Return the value of a JSON text; raise OctoPipeError for duplicate keys or more values than `most_values`."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > most_values:
@@ -112,7 +113,7 @@ def check_format(tag: object, known: str | tuple[str, ...], where: str) -> None:
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
-    """The JSON object in a file; anything else there raises one line that says what to do."""
+    """Return the JSON object in a file; raise OctoPipeError with one line if the file contains anything else."""
     name = shown(path)
     value = decode_json(read_bytes(path), name)
     if not isinstance(value, dict):
@@ -121,7 +122,7 @@ def read_json_object(path: str | Path) -> dict[str, object]:
 
 
 def _count_keys(value: object) -> int:
-    """Keys of all objects inside; a list of numbers costs one pass in C."""
+    """Return the number of keys in all nested objects; a list of numbers costs only one pass in C."""
     count, todo = 0, [value]
     while todo:
         here = todo.pop()
@@ -135,7 +136,7 @@ def _count_keys(value: object) -> int:
 
 
 class _TwiceError(Exception):
-    """Carries the key."""
+    """A duplicate key; the argument is the key."""
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -158,10 +159,11 @@ def _twice(raw: bytes) -> str:
 
 
 def _lenient(raw: bytes, where: str) -> object:
-    """What Python's own decoder makes of it, or None.
+    """Decode with Python's own JSON decoder, or return None.
 
-    It takes NaN, Infinity and 1e400, which are no JSON but which Python programs write: so the error that follows
-    names the key that holds one instead of a byte offset. Halves of a letter, which it takes too, stay refused.
+    It accepts NaN, Infinity and 1e400, which are not valid JSON but which Python programs write. The error that the
+    caller raises later can then name the key with such a value instead of a byte offset. Unpaired surrogates, which
+    Python's decoder also accepts, are still rejected.
     """
     try:
         value = json.loads(raw, object_pairs_hook=_once)
@@ -179,7 +181,10 @@ def _lenient(raw: bytes, where: str) -> object:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The file that writing to `path` would create or replace, links resolved: a regular file, or nothing yet."""
+    """Return the file that writing to `path` would create or replace, with links resolved.
+
+    Raises OctoPipeError unless it is a regular file, or does not exist yet in an existing folder.
+    """
     name = shown(path)
     try:
         if _through_a_device(path):
@@ -209,9 +214,9 @@ def _through_a_device(path: str | os.PathLike[str]) -> bool:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write beside the target, then rename over it: an interrupted write leaves the old file whole."""
+    """Write a file next to the target and rename it, so that an interrupted write leaves the old file intact."""
     target = check_target(path)
-    # A name nobody can have put there, opened only if it is new: a link left in wait is not followed.
+    # The name is unpredictable and opened with O_EXCL, so that a link planted in advance is not followed.
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -231,7 +236,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def plain(value: object) -> object:
-    """Values that JSON cannot encode directly: numpy numbers and arrays as numbers and lists, paths as text."""
+    """Convert values that JSON cannot encode directly: numpy numbers and arrays to numbers and lists, paths to text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
@@ -243,18 +248,18 @@ def plain(value: object) -> object:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a value of this type."""
+    """Return JSON's name for the type of a value."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
 
 
 def brief(value: object) -> str:
-    """A value as shown in an error message: short, even if it is a number with a thousand digits."""
+    """Format a value for an error message: short, even if it is a number with a thousand digits."""
     if isinstance(value, int) and abs(value) > 10**20:
         return "a huge number"
     try:
         text = repr(value)
-    except ValueError:  # a list that holds a number of more digits than Python writes
+    except ValueError:  # a list with a number of more digits than Python converts to text
         return f"a {kind_of(value)} with a huge number"
     return text if len(text) <= 40 else text[:40] + "..."
 

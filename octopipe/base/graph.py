@@ -17,7 +17,7 @@ Ints = NDArray[np.int32]
 
 @njit
 def topological_order(preds: Ints) -> Ints:
-    """Nodes so that predecessors come first; shorter than the graph when there is a cycle."""
+    """Return the nodes with predecessors first; if there is a cycle, the result has fewer nodes than the graph."""
     nodes, width = preds.shape
     missing = np.zeros(nodes, np.int32)
     first = np.zeros(nodes + 1, np.int32)
@@ -56,7 +56,7 @@ def topological_order(preds: Ints) -> Ints:
 
 
 def find_cycle(preds: Ints) -> list[int]:
-    """One cycle as nodes in the order in which they wait (each needs the next one), or an empty list."""
+    """Return one cycle as nodes in the order in which they wait (each needs the next one), or an empty list."""
     order = topological_order(preds)
     if order.size == preds.shape[0]:
         return []
@@ -65,7 +65,7 @@ def find_cycle(preds: Ints) -> list[int]:
     node = int(np.flatnonzero(stuck)[0])
     seen: dict[int, int] = {}
     path: list[int] = []
-    # Every stuck node has a stuck predecessor, so walking backwards must close a circle.
+    # Every stuck node has a stuck predecessor, so walking backwards must reach a node twice.
     while node not in seen:
         seen[node] = len(path)
         path.append(node)

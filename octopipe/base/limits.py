@@ -22,31 +22,31 @@ MAX_RANKS = 1 << 14
 """Pipeline ranks."""
 MAX_STAGES = 1 << 15
 MAX_OPS = 1 << 22
-"""Ops in all orders together."""
+"""Ops in the orders of all ranks together."""
 MAX_CELLS = 1 << 22
 """Stages x micro-batches: tables of ops and times have a cell for each pair."""
 MAX_ROUTE_CELLS = 1 << 22
 """Routes x stages."""
 MAX_HELD_LAYERS = 1 << 20
-"""Layers of all stages together: a layer that two stages hold counts twice."""
+"""Layers of all stages together: a layer in two stages counts twice."""
 MAX_FACTOR_CELLS = 1 << 24
-"""Micro-batches x layers, where micro-batches differ in size."""
+"""Micro-batches x layers, for micro-batches that differ in size."""
 MAX_GPUS = 1 << 20
 MAX_EXPERTS = 100_000
-"""Of one layer."""
+"""Experts of one layer."""
 MAX_LINKS = 1 << 20
-"""Links between single pairs of ranks: measured ones, or those of unequal nodes."""
+"""Links between individual pairs of ranks: measured links, or links between nodes that differ."""
 MAX_SIZE = 1 << 40
 """Any width, length or number of GPUs: products of a few of them still fit a float."""
 MAX_TIME_MS = 1e15
 """Thirty thousand years: sums of so many such times are still finite."""
 MAX_BYTES = 1e27
 MAX_RATIO = 1e9
-"""Slowest rank over the fastest, longest micro-batch over the shortest."""
+"""Time of the slowest rank over the fastest, or length of the longest micro-batch over the shortest."""
 MAX_SEED = (1 << 31) - 1
-"""What every generator in use takes (CP-SAT's is a 32-bit signed number)."""
+"""The largest seed that all random generators in use accept (CP-SAT takes a signed 32-bit number)."""
 MAX_VALUES = 1 << 23
-"""Values in a JSON file; a timeline has more."""
+"""Values in a JSON file; timelines have a larger limit of their own."""
 MAX_TIMELINE_VALUES = 1 << 26
 MAX_FILE_BYTES = 16 << 20
 MAX_PLAN_BYTES = 1 << 28
@@ -84,7 +84,7 @@ __all__ = [
 
 
 def over(what: str, number: int, cap: int) -> list[str]:
-    """The line about a count above its cap, or nothing.
+    """Return the error line for a count above its cap, or an empty list.
 
     >>> over("ranks", 10**9, MAX_RANKS)
     ['1000000000 ranks; at most 16384 are allowed']
@@ -94,7 +94,7 @@ def over(what: str, number: int, cap: int) -> list[str]:
 
 
 def plan_too_large(plan: Any) -> list[str]:
-    """The caps a plan exceeds, a line each."""
+    """Return one line for every cap that the plan exceeds."""
     stages, held = len(plan.stages), sum(max(0, s.num_layers) for s in plan.stages)
     return [
         *over("layers", plan.num_layers, MAX_LAYERS),
@@ -109,7 +109,7 @@ def plan_too_large(plan: Any) -> list[str]:
 
 
 def refuse_too_large(num_ranks: int, num_micro_batches: int) -> None:
-    """Raise where every plan of this size would exceed a cap: before one is built."""
+    """Raise OctoPipeError if every plan of this size would exceed a cap, before one is built."""
     wrong = [
         *over("ranks", num_ranks, MAX_RANKS),
         *over("micro-batches", num_micro_batches, MAX_MICRO_BATCHES),
@@ -120,7 +120,7 @@ def refuse_too_large(num_ranks: int, num_micro_batches: int) -> None:
 
 
 def finite(value: object) -> float | None:
-    """The number as a float, or None: not a number, not finite, or beyond what a float holds."""
+    """Return the number as a float, or None if it is not a number, not finite, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -131,7 +131,7 @@ def finite(value: object) -> float | None:
 
 
 def checked_seed(seed: object) -> int:
-    """A seed that every generator takes."""
+    """Return the seed; raise OctoPipeError if one of the random generators would not accept it."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
         shown = seed if not isinstance(seed, int) or abs(seed) < 10**20 else "a huge number"
         raise OctoPipeError(f"seed is {shown}; give a whole number from 0 to {MAX_SEED}")

@@ -14,7 +14,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory_bytes() -> float:
-    """Memory that can still be taken without swapping; infinite where nothing says so.
+    """Return the memory that can be allocated without swapping; infinite if the system states no limit.
 
     >>> free_memory_bytes() > 0
     True
@@ -33,14 +33,14 @@ def _system() -> float:
 
 
 def _group(limit: str, used: str) -> float:
-    """Of the control group (version 2)."""
+    """Return what is left below the limit of the cgroup (version 2)."""
     with contextlib.suppress(OSError, ValueError):
         return max(0.0, float((_GROUP / limit).read_text()) - float((_GROUP / used).read_text()))
     return math.inf
 
 
 def _own_limit() -> float:
-    """Of the address space (ulimit -v)."""
+    """Return what is left below the limit of the address space (ulimit -v)."""
     with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
         import resource
 

@@ -22,16 +22,16 @@ from typing import Any
 from octopipe.base.errors import StoppedError, Terminated
 
 GRACE_S = 2.0
-"""How long a search may take to hand over what it has."""
+"""How long a search may take to return its result after the first signal."""
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM while its block runs; in another thread than the main one it notes nothing."""
+    """Records SIGINT and SIGTERM while its block runs; outside the main thread it records nothing."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
-        """`grace_s`: how long the block may take to end after the first signal; 0: it is interrupted at once."""
+        """`grace_s`: seconds the block may take to end after the first signal; with 0 it is interrupted at once."""
         self.number = 0
-        """Of the signal that came, or 0."""
+        """The number of the signal received, or 0."""
         self._grace_s = grace_s
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
@@ -41,12 +41,12 @@ class StopRequest:
         return self.number != 0
 
     def raise_if_asked(self) -> None:
-        """For results that count only when they are whole."""
+        """Raise if a signal was received; for commands whose result is useless unless it is complete."""
         if self.asked:
             raise self._error()
 
     def exit_code(self, otherwise: int) -> int:
-        """What the command ends with: 130 after Ctrl-C, 143 after SIGTERM."""
+        """Return the exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, else `otherwise`."""
         return 128 + self.number if self.number else otherwise
 
     def __enter__(self) -> StopRequest:
@@ -66,11 +66,11 @@ class StopRequest:
             signal.signal(number, handler)
         self._before.clear()
         if isinstance(error, StoppedError) and self.asked:
-            # There is nothing to hand over; the command ends as if it had not listened.
+            # There is no result to return; the command ends as if the signals had not been handled here.
             raise self._error() from None
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a forked worker ends as if nothing had been set
+        if os.getpid() != self._owner:  # a forked worker ends as if no handler had been installed
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

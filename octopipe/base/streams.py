@@ -9,12 +9,12 @@ import os
 
 
 def open_standard_streams() -> None:
-    """Where stdin, stdout or stderr was closed, open nothing in its place.
+    """If stdin, stdout or stderr is closed, open the null device in its place.
 
-    Otherwise the next file or socket gets its number, and whoever writes to stdout writes into that.
+    Otherwise the next file or socket that is opened gets its number, and output to stdout would be written into it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
+            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, which is this one

@@ -1,7 +1,7 @@
-"""The `octopipe` command: finds the verb, loads only its module, and turns every error into one line.
+"""The `octopipe` command: finds the verb, imports only its module, and turns every error into one line.
 
-Knows: the verbs' names with one line of help each, the exit codes, and what stops a verb. Does not know: what a verb
-does; see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, so `octopipe --help` starts
+Knows: the verbs' names with one line of help each, the exit codes, and the signals that end a verb. Does not know: what
+a verb does; see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, so `octopipe --help` starts
 quickly.
 """
 
@@ -56,11 +56,11 @@ EXIT_CODES = {
     TERMINATED: "terminated (SIGTERM)",
 }
 MODULES = {"import": "import_plan"}
-"""Verbs whose module cannot have their name."""
+"""Modules of verbs whose name is not a valid module name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the return value is the exit code (`EXIT_CODES`)."""
+    """Run one verb and return the exit code (see `EXIT_CODES`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("OCTOPIPE_TRACEBACK", "") not in ("", "0")
     if "--debug" in words:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(words, debug)
         if sys.stdout is not None:
             sys.stdout.flush()
-        # Whoever swallowed the signal's exception to hand over what it had: the exit code says what happened.
+        # A verb may catch the signal's exception to return a partial result; the exit code still reports the signal.
         return 128 + signals.number if signals.number else code
     except PlanError as error:
         for problem in error.problems:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone
+    except BrokenPipeError:  # the reader of stdout (head, less) has exited
         return BROKEN_PIPE
     except Exception as error:
         if debug:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _close_quietly() -> None:
-    """An output that cannot be written any more is pointed at nothing: the interpreter flushes it again as it ends."""
+    """Redirect output streams that are closed or full to the null device, as the interpreter flushes them again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -137,7 +137,7 @@ def _run(words: list[str], debug: bool) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaint is one line, with the nearest word where one was mistyped."""
+    """An argparse parser that reports errors in one line, with the closest known word for a mistyped one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, left = self.parse_known_args(args, namespace)
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value == [] and action.nargs == "*":
-            return  # Python 3.11 checks the empty list of an argument that may be left out
+            return  # Python 3.11 also checks the empty list of an optional positional
         if action.choices is not None and value not in action.choices:
             known = [str(c) for c in action.choices]
             hint = _did_you_mean(str(value), known)
@@ -168,7 +168,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(verb: str, module: Any) -> Parser:
-    """The parser of a verb's flags."""
+    """Return the parser of a verb's flags."""
     parser = Parser(prog=f"octopipe {verb}", description=VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(parser)
     return parser
@@ -182,16 +182,16 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def _say(line: str, who: str = "octopipe") -> None:
-    """One line on stderr: no control character of a user's text reaches the terminal, and no letter stops it."""
+    """Print one line on stderr; control characters and characters that the encoding lacks are escaped."""
     text = " ".join(f"{who}: {line}".split("\n"))
     text = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed: the exit code still speaks
+    with contextlib.suppress(OSError, ValueError):  # stderr is full or closed: the exit code still reports the error
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
 def _show_log(debug: bool) -> None:
-    """What the library logs under `octopipe.*` as lines of ours: warnings, and with --debug everything."""
+    """Print log records of `octopipe.*` as one line each: warnings, and with --debug everything."""
     import logging
 
     class Lines(logging.Handler):
@@ -205,15 +205,15 @@ def _show_log(debug: bool) -> None:
 
 
 SENT_AGAIN_S = 0.05
-"""How long a signal waits that fell where its exception is dropped."""
+"""Seconds after which a signal is sent again if its exception was raised where Python drops exceptions."""
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C raise in the main thread, so that files are closed, ranks stopped and best plans kept."""
+    """Turns SIGTERM and Ctrl-C into exceptions, so that verbs close files, stop ranks and keep plans."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last signal that came, or 0."""
+        """The number of the last signal received, or 0."""
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
         self._hook: Any = None
@@ -227,8 +227,11 @@ class _Signals:
         sys.unraisablehook = self._unraisable
 
     def _unraisable(self, what: Any) -> None:
-        """Python drops what is raised in the callback of a weak reference, and every import runs such callbacks: a
-        Ctrl-C that fell into one would be forgotten. The signal is sent again, to arrive outside of the callback."""
+        """Send the signal again if its exception was dropped, so that it arrives at another point of the program.
+
+        Python drops exceptions raised in callbacks of weak references, and every import runs such callbacks: a Ctrl-C
+        during one would have no effect.
+        """
         if not (self.number and isinstance(what.exc_value, KeyboardInterrupt)):
             self._hook(what)
             return
@@ -237,7 +240,7 @@ class _Signals:
         again.start()
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a forked worker: it ends as if nothing had been set
+        if os.getpid() != self._owner:  # a forked worker ends as if no handler had been installed
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -1,4 +1,4 @@
-"""Unexpected errors as an exit code and one line: missing machine resources are named, everything else is internal.
+"""The exit code and the error line for unexpected errors: missing machine resources are named, all others are internal.
 
 Knows: how Python, numpy, torch and the system report that memory, descriptors, processes or disk space have run out.
 Does not know: any command.
@@ -18,7 +18,7 @@ EXTRAS = {
     "resvg_py": "png",
     **dict.fromkeys(("tokenizers", "datasets", "tensorboard"), "train"),
 }
-"""Packages that are not always there, and the extra of ours that brings them."""
+"""Optional packages, and the extra of octopipe that installs each."""
 NO_MEMORY = "out of memory; give fewer micro-batches or ranks, or a shorter plan, or raise the limit (ulimit -v)"
 NO_PROCESSES = "no more processes or threads can be started; raise the limit (ulimit -u), or end some"
 _OUT_OF_MEMORY = (
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "failed to map segment",
 )
-"""How libraries say it whose error is no MemoryError."""
+"""Texts by which libraries report a lack of memory other than with MemoryError."""
 _PER_FILE = {
     errno.ENOSPC: "no space is left on the device; free some, or name another folder (TMPDIR for temporary files)",
     errno.EDQUOT: "the disk quota is used up; free some space, or name another folder",
@@ -41,7 +41,7 @@ _PER_FILE = {
 
 
 def explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
-    """The exit code and the line for what no verb foresaw."""
+    """Return the exit code and the error line for an exception that no verb handles."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.split(".")[0]
         if package in EXTRAS:
@@ -60,7 +60,7 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
 
 
 def _lacking(error: BaseException | None) -> str:
-    """What the machine lacks, if that is what an error (or one behind it) says; else nothing."""
+    """Return a line about the resource that an error, or one of its causes, reports as exhausted, or ''."""
     for _ in range(10):
         if error is None:
             break
@@ -91,7 +91,7 @@ def _limit() -> str:
 
 
 def _place(error: Exception) -> str:
-    """The last place of ours that it came through."""
+    """Return the innermost frame of this package in the traceback, as text."""
     place, at = "", error.__traceback__
     while at is not None:
         folder, name = os.path.split(at.tb_frame.f_code.co_filename)

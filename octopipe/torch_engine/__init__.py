@@ -1,4 +1,4 @@
-"""PyTorch's own pipeline runtime as a second engine: our plan and our order of sends and receives inside
+"""PyTorch's own pipeline runtime as a second engine: it runs our plan, with our order of sends and receives, inside
 `torch.distributed.pipelining`.
 
 Knows: the two public functions. Does not know: how they work (`engine.py`, `stages.py`).

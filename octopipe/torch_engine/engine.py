@@ -1,10 +1,11 @@
 """A plan inside PyTorch's pipeline runtime.
 
-Knows: how a plan's orders and our proven sends and receives become the actions that PyTorch's runtime walks (those
-of them that the installed version has), and what that runtime needs put right: micro-batches named in the last
-stage's order (`views/export/pytorch.py`), the mean over micro-batches taken at the loss (its own division after the
-step also divides what earlier steps left in `.grad`, and a tied parameter once per stage), ties added up. Does not
-know: what runs inside a stage, or PyTorch's private names (`torch_private.py`).
+Knows: how a plan's orders and our deadlock-free sends and receives become the actions that PyTorch's runtime executes
+(of those, the ones that the installed version has), and how to work around that runtime's limits: micro-batches are
+numbered in the order of the last stage (`views/export/pytorch.py`), the mean over micro-batches is taken at the loss
+(its own division after the step would also divide what earlier steps left in `.grad`, and a tied parameter once per
+stage), and gradients of tied parameters are added up. Does not know: what runs inside a stage, or PyTorch's private
+names (`torch_private.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from octopipe.views.export.pytorch import communicating_rows, rows_with, torch_o
 
 
 class PlanSchedule(PipelineRuntime):
-    """PyTorch's runtime with a plan loaded: `step`, `eval` and the rest are PyTorch's own."""
+    """PyTorch's runtime with a plan loaded; `step`, `eval` and all other methods are PyTorch's own."""
 
     notes: tuple[str, ...] = ()
-    """What differs from the plan as it was given, a line each."""
+    """The differences from the plan as it was given, one line each."""
     renamed: tuple[int, ...] = ()
-    """renamed[m]: the slice of the batch that the plan's micro-batch m is."""
+    """renamed[m]: the slice of the batch that is used as the plan's micro-batch m."""
     mean: bool = True
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
@@ -56,14 +57,14 @@ def schedule(
     scale_grads: bool = True,
     **more: Any,
 ) -> PlanSchedule:
-    """The plan as a schedule of torch.distributed.pipelining.
+    """Return the plan as a schedule of torch.distributed.pipelining.
 
-    `stages`: this rank's (`make_stages`, or your own: one per stage of the plan on this rank, numbered along the
-    chain). `loss_fn(output, target)`; None: forward only, through `eval`. `costs` time the order of sends and
-    receives (default: those that the plan carries). `scale_grads`: gradients of the mean over micro-batches (True) or
-    of the sum. `more` goes to PyTorch's runtime (`args_chunk_spec`, `output_merge_spec`, ...).
+    `stages`: the stages of this rank, from `make_stages` or your own: one per stage of the plan on this rank, numbered
+    along the chain. `loss_fn(output, target)`; None: forward only, through `eval`. `costs` determine the order of sends
+    and receives (default: the costs that the plan carries). `scale_grads`: whether gradients are those of the mean over
+    micro-batches (True) or of the sum. `more` goes to PyTorch's runtime (`args_chunk_spec`, `output_merge_spec`, ...).
 
-    A batch is cut into the plan's number of micro-batches along dimension 0, as by any schedule of PyTorch's.
+    A batch is split into the plan's number of micro-batches along dimension 0, as by any schedule of PyTorch's.
     """
     order = torch_order(plan)
     mine = [stages] if isinstance(stages, PipelineStage) else sorted(stages, key=lambda s: s.stage_index)

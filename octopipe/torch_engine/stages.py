@@ -1,9 +1,9 @@
 """A plan's stages as `PipelineStage` objects of torch.distributed.pipelining.
 
-Knows: how a list of layers becomes the modules of this rank's stages, recomputation inside them, and a
-`PipelineStage` whose I and W are ours: the weight-gradient GEMMs are put off (`runtime/wgrad.py`), where
-PyTorch's own split runs the forward of a checkpointed stage once per group of parameters and leaves all of the
-first stage's work to W. Does not know: orders, losses, sends.
+Knows: how a list of layers becomes the modules of this rank's stages, recomputation inside them, and a `PipelineStage`
+with our own I and W: the weight-gradient GEMMs are deferred (`runtime/stages/wgrad.py`). PyTorch's own split instead
+runs the forward of a checkpointed stage once per group of parameters, and leaves all of the first stage's backward to
+W. Does not know: orders, losses, sends.
 
 Between stages PyTorch passes a tensor or a flat tuple of tensors, of the same shapes for every micro-batch.
 """
@@ -51,7 +51,7 @@ class LayerSequence(nn.Module):
             else:
                 value = layer(*args)
         if isinstance(value, Tensor):
-            return value.contiguous()  # what is sent must be; a view of something larger would be kept whole
+            return value.contiguous()  # a send needs it, and a view would keep its whole base
         if not isinstance(value, tuple | list) or not all(isinstance(v, Tensor) for v in value):
             raise OctoPipeError(
                 f"layer {list(self.layers)[-1]} gives {type(value).__name__}; PyTorch's runtime passes a tensor "
@@ -61,7 +61,7 @@ class LayerSequence(nn.Module):
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Whether the module's forward takes exactly one positional argument (then a tuple is one value)."""
+    """Whether the module's forward takes exactly one positional argument, so that a tuple is passed as one value."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -72,7 +72,10 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 class _StageMode(SplitMode):
-    """The mode also inside the backward PyTorch's stage calls: torch takes it off for the time of that call."""
+    """A split mode that stays active inside the backward that PyTorch's stage calls.
+
+    PyTorch disables torch-function modes while it handles a call of `torch.autograd.backward`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.backward and self.in_backward:
@@ -87,7 +90,7 @@ class _StageMode(SplitMode):
 
 
 class PlanStage(PipelineStage):
-    """A `PipelineStage` with our weight-gradient split; under DDP and FSDP with PyTorch's own."""
+    """A `PipelineStage` with our weight-gradient split; under DDP and FSDP it uses PyTorch's own split."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
@@ -95,7 +98,7 @@ class PlanStage(PipelineStage):
         self._queues: dict[int, WeightQueue] = {}
 
     def _split(self) -> _StageMode | None:
-        """The mode to run under; none where another party watches gradients appear."""
+        """Return the mode to run under, or None if DDP or FSDP relies on hooks on the gradients."""
         if not self.has_backward or isinstance(self.submod, DistributedDataParallel | FSDPModule):
             return None
         if self._mode is None:
@@ -113,7 +116,7 @@ class PlanStage(PipelineStage):
         if mode is None:
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
         queue = mode.queue = self._queues[fwd_chunk_id] = WeightQueue()
-        queue.shut = True  # a backward inside this forward is the layer's own
+        queue.shut = True  # a backward call inside this forward belongs to the layer itself and is not deferred
         try:
             with mode:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **more)
@@ -130,7 +133,7 @@ class PlanStage(PipelineStage):
         queue.defer = not full_backward
         self._mode.queue, self._mode.in_backward = queue, True
         try:
-            # Checkpointing runs forwards again: they must meet the same functions.
+            # Checkpointing reruns forwards during the backward; these must run under the same mode.
             with self._mode if queue.reruns else nullcontext():
                 super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
         finally:
@@ -138,7 +141,7 @@ class PlanStage(PipelineStage):
         self.bwd_cache[bwd_chunk_id] = _contiguous(self.bwd_cache[bwd_chunk_id])
 
     def _compute_input_grads(self, *args: Any, **more: Any) -> tuple[Any, ...]:
-        # The first step's trial: receive buffers get the strides of what it finds.
+        # The shape inference of the first step uses this result: receive buffers get its strides.
         return _contiguous(super()._compute_input_grads(*args, **more))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -161,17 +164,18 @@ def make_stages(
     group: dist.ProcessGroup | None = None,
     tied: Sequence[Sequence[str]] = (),
 ) -> list[PipelineStage]:
-    """This rank's stages of the plan. `layers`: one module or factory per layer of the plan.
+    """Return this rank's stages of the plan. `layers`: one module or factory per layer of the plan.
 
-    Factories are called for this rank's layers only. Parameters that are one and the same are found in modules,
-    or named with `tied`: `[("0.weight", "9.weight")]`; the schedule adds up their gradients after every step.
+    Factories are called for this rank's layers only. Tied parameters are found if they are the same object in several
+    modules; others must be named with `tied`: `[("0.weight", "9.weight")]`. The schedule adds up their gradients after
+    every step.
     """
     from octopipe.torch_engine.ties import TIES, Tie, find_ties
     from octopipe.views.export.pytorch import torch_order
 
     if len(layers) != plan.num_layers:
         raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")
-    torch_order(plan)  # refuses what PyTorch cannot run
+    torch_order(plan)  # raises if PyTorch cannot run the plan
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size != plan.num_ranks:
         raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, the process group {size}; use as many")

@@ -1,4 +1,4 @@
-"""Parameters that several stages share, on one rank or on several: adds their gradients.
+"""Parameters that several stages share, on one rank or on several: their gradients are added up.
 
 Knows: which parameters are tied, the ranks that hold them, and how to add their gradients after a step. Does not know:
 schedules; PyTorch's runtime does not support tied parameters.
@@ -18,18 +18,18 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 
 TIES = "octopipe_ties"
-"""The attribute of a rank's first stage that carries its ties."""
+"""The attribute in which a rank's first stage stores its ties."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tie:
-    """One parameter under several names; `names[rank]` are those of the layers that rank holds."""
+    """One parameter under several names; `names[rank]` are its names in the layers of that rank."""
 
     names: dict[int, tuple[str, ...]]
     mine: list[nn.Parameter] = field(default_factory=list)
 
     def join(self, layers: Mapping[int, nn.Module]) -> None:
-        """Make this rank's names one Parameter object: its gradients then add up by themselves."""
+        """Replace all copies on this rank by one Parameter object, so that autograd adds up their gradients."""
         here = [n for names in self.names.values() for n in names if int(n.partition(".")[0]) in layers]
         found: nn.Parameter | None = None
         for name in here:
@@ -46,7 +46,7 @@ class Tie:
         self.mine = [] if found is None else [found]
 
     def reduce(self, rank: int, group: Any) -> None:
-        """Sum over the ranks that hold it, in rank order: every holder ends with the same gradient."""
+        """Sum the gradient over the ranks with this parameter, in rank order, so that all get the same result."""
         ranks = sorted(self.names)
         if len(ranks) < 2 or rank not in self.names:
             return
@@ -70,7 +70,7 @@ class Tie:
 
 
 def find_ties(plan: Plan, layers: Sequence[Any], tied: Sequence[Sequence[str]]) -> list[Tie]:
-    """All ties of a model: shared Parameter objects in modules, and names given."""
+    """Return all ties of a model: Parameter objects shared between layers, and the groups of names in `tied`."""
     rank_of = {k: s.rank for s in plan.stages for k in range(s.first, s.stop)}
     groups: list[tuple[str, ...]] = [tuple(names) for names in tied]
     seen: dict[int, list[str]] = {}
@@ -92,7 +92,8 @@ def find_ties(plan: Plan, layers: Sequence[Any], tied: Sequence[Sequence[str]]) 
 
 
 class OneSum:
-    """Ties' gradients of one step apart from those of earlier steps, so that accumulation stays right."""
+    """Keeps the ties' gradients of one step apart from those of earlier steps, so that only this step's are reduced and
+    gradient accumulation stays correct."""
 
     def __init__(self, ties: Sequence[Tie]):
         self._ties = [t for t in ties if len(t.names) > 1]

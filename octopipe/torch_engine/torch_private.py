@@ -20,38 +20,39 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import PipelineStage, schedules
 
 PipelineRuntime = schedules._PipelineScheduleRuntime
-"""The class that walks a schedule of computations, sends and receives."""
+"""The class that executes a schedule of computations, sends and receives."""
 
 
 def known_actions() -> frozenset[str]:
-    """The kinds of action that the installed version has: `F`, `SEND_F`, `REDUCE_GRAD`, ..."""
+    """Return the kinds of action that the installed version has: `F`, `SEND_F`, `REDUCE_GRAD`, ..."""
     # In PyTorch 2.9 the values are numbers and `str` gives the text; later versions have the text as their value.
     return frozenset(k.value if isinstance(k.value, str) else str(k) for k in schedules._ComputationType)
 
 
 def parsed_actions(words: Iterable[str]) -> list[Any]:
-    """Actions from their text form: `2F0`, `3SEND_F1`, `0UNSHARD`."""
+    """Parse actions in text form: `2F0`, `3SEND_F1`, `0UNSHARD`."""
     return [schedules._Action.from_str(word) for word in words]
 
 
 def load_actions(runtime: Any, rows: Sequence[Sequence[str]]) -> None:
-    """Give a runtime one row of actions per rank, sends and receives included."""
+    """Load one row of actions per rank, sends and receives included, into a runtime."""
     actions = {rank: parsed_actions(row) for rank, row in enumerate(rows)}
     runtime.pipeline_order = {rank: [a for a in row if a.is_compute_op] for rank, row in actions.items()}
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
 
 def mesh_argument(get_mesh: Callable[..., Any]) -> dict[str, Any]:
-    """`get_mesh` for `PipelineStage`, as a keyword, where the installed version takes it (from 2.12 on)."""
+    """Return `get_mesh` as a keyword of `PipelineStage`; empty before 2.12, which does not accept it."""
     taken = inspect.signature(PipelineStage.__init__).parameters
     return {"get_mesh": get_mesh} if "get_mesh" in taken else {}
 
 
 def repair_first_contact(stage: Any) -> None:
-    """PyTorch 2.9 greets a stage's neighbours with an int64 where they expect a float32, which ends a gloo process.
+    """Fix the first message between neighbouring stages of PyTorch 2.9: it is int64, but the receiver expects float32,
+    which crashes a process that uses gloo.
 
-    Later versions send what they receive; the last ones greet nobody. The greeting of a stage to its neighbour on the
-    same rank is left out: gloo has no queue from a rank to itself.
+    Later versions send the type that they receive; the latest ones do not send such a message. Messages of a stage to a
+    neighbour on the same rank are left out, because gloo cannot send from a rank to itself.
     """
     greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if greetings is None:
@@ -67,11 +68,12 @@ def repair_first_contact(stage: Any) -> None:
 
 
 def run_backward(roots: Any, seeds: Any = None, retain_graph: bool | None = None, create_graph: bool = False) -> None:
-    """What `torch.autograd.backward(roots, seeds, ...)` does, without its look at torch-function modes.
+    """Do what `torch.autograd.backward(roots, seeds, ...)` does, without its handling of torch-function modes.
 
-    PyTorch takes a mode off while it handles a call of `torch.autograd.backward`; the engine started from here leaves
-    the mode on, so that it also sees what runs inside that backward (the forwards of checkpointed layers). A root is a
-    tensor or, from PyTorch 2.15 on, the gradient edge of an output that was released after it had been sent.
+    PyTorch disables a mode while it handles a call of `torch.autograd.backward`. Calling the autograd engine directly
+    leaves the mode enabled, so that it also applies to what runs inside that backward (the forwards of checkpointed
+    layers). A root is a tensor or, from PyTorch 2.15 on, the gradient edge of an output that was released after it had
+    been sent.
     """
     pairs = [(root, seed) for root, seed in _paired(roots, seeds) if _wants_gradient(root)]
     torch.autograd.graph._engine_run_backward(

@@ -1,4 +1,4 @@
-"""How this package compiles: a function of numbers and arrays becomes machine code when it is first called.
+"""How this package compiles kernels: a function of numbers and arrays is compiled to machine code on its first call.
 
     @njit
     def total(values):
@@ -7,11 +7,11 @@
             found += values[i]
         return found
 
-Knows: which kernels are compiled for which types. Does not know: any kernel.
+Knows: which kernels are compiled for which argument types. Does not know: any kernel.
 
-A kernel and all that it calls are translated to one text in LLVM's language (language.py says which Python that may
-be), optimised together and kept between runs (machine.py). `kernel.python` is the function itself: run by Python it
-gives the same numbers, slowly. A call releases Python's lock, so threads run kernels side by side.
+A kernel and all functions that it calls are translated to one LLVM IR module (language.py states the supported subset
+of Python), optimised together and cached between runs (machine.py). `kernel.python` is the original function: run by
+Python it gives the same numbers, slowly. A call releases the GIL, so threads can run kernels in parallel.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from octopipe.base.compile.types import (
 
 __all__ = ["Kernel", "njit", "usable_cores"]
 ERRORS = {e.__name__: e for e in (ZeroDivisionError, IndexError, ValueError, MemoryError)}
-"""What a kernel may raise."""
+"""The exceptions that a kernel may raise, by name."""
 _NUMBER = struct.Struct("=q")
 
 
 class Kernel:
-    """A function that is compiled for the types it is called with."""
+    """A function that is compiled once for every combination of argument types it is called with."""
 
     def __init__(self, python: Callable[..., Any]) -> None:
         self.python = self.kernel = python
         self.__name__, self.__doc__, self.__module__ = python.__name__, python.__doc__, python.__module__
         self.__wrapped__ = python
         self.made: dict[Any, _Made] = {}
-        """By the types of its arguments."""
+        """The compiled versions, by the types of their arguments."""
 
     def __call__(self, *given: Any) -> Any:
         arguments = Arguments(given)
@@ -77,7 +77,8 @@ def njit(function: Callable[..., Any]) -> Any:
 
 
 class _Made:
-    """A kernel compiled for certain types, with the block of words it is called by: arguments, then results."""
+    """A kernel compiled for certain argument types, and the layout of the block of 64-bit words through which it is
+    called: an error number, the arguments, then the results."""
 
     def __init__(self, python: Callable[..., Any], keys: tuple[Any, ...]) -> None:
         types, checked = tuple(full_type(key) for key in keys), bounds_checked()
@@ -98,7 +99,11 @@ class _Made:
         self.block = ctypes.c_char * max(self.pack.size + self.unpack.size, 1)
 
     def _from_note(self, note: str) -> bool:
-        """From an earlier run, without translating again: code is kept by its text, notes say which."""
+        """Load the code that an earlier run compiled, without translating again; return False if there is none.
+
+        The cache stores machine code under a digest of its LLVM text; a note maps this kernel and its types to that
+        file.
+        """
         found = kept(note) if note else None
         if found is None:
             return False
@@ -106,7 +111,7 @@ class _Made:
             file, returned, self.sites = json.loads(found)
             self.returned = from_plain(returned)
             loaded = load_kept(str(file))
-        except (ValueError, TypeError, RecursionError):  # another version's, or nobody's
+        except (ValueError, TypeError, RecursionError):  # the note was written by another version, or is corrupt
             return False
         if loaded is not None:
             self.entry, self.engine = loaded
@@ -131,7 +136,7 @@ class _Made:
 
 
 def _python(type_: Type, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A result of this type, and the words that are left."""
+    """Convert the first words to a Python value of this type; return it with the words that remain."""
     if isinstance(type_, Tuple):
         out = []
         for part in type_.parts:
@@ -145,7 +150,7 @@ def _python(type_: Type, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _array(type_: Array, address: int, shape: tuple[int, ...]) -> np.ndarray:
-    """An array that a kernel made; its memory is given back."""
+    """Copy an array that a kernel allocated into a new numpy array, and free the kernel's memory."""
     nbytes = ITEMS[type_.item][2] * int(np.prod(shape))
     found = np.empty(shape, type_.item)
     ctypes.memmove(found.__array_interface__["data"][0], address, nbytes)
@@ -154,7 +159,7 @@ def _array(type_: Array, address: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: those it is bound to, and no more than its control group pays for."""
+    """Return the number of cores this process may use, given its CPU affinity and the quota of its cgroup."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -164,7 +169,7 @@ def usable_cores() -> int:
 
 
 def _quota() -> float | None:
-    """Cores that the control group (version 2, then 1) allows, where it says so."""
+    """Return the number of cores that the cgroup allows (version 2, else version 1), or None if it sets no limit."""
     with contextlib.suppress(OSError, ValueError):
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else float(allowed) / float(period)

@@ -1,11 +1,11 @@
-"""Expressions of the kernels' language as LLVM: names, numbers, arrays, tuples, operators, calls.
+"""Translation of expressions to LLVM: names, numbers, arrays, tuples, operators, calls.
 
-Knows: what an expression of the language means, and which of Python's are none. Does not know: statements
-(`language.py`), or what numpy's functions do (`functions.py`).
+Knows: what an expression of the kernels' language means, and which Python expressions it rejects. Does not know:
+statements (`language.py`), or what numpy's functions do (`functions.py`).
 
-Every rule that would give another value than Python and numpy give is a refusal here. What can only be seen while a
-kernel runs is an error of that call: a division of whole numbers by zero, arrays of unequal size, no memory; and, where
-OCTOPIPE_CHECK_BOUNDS is set, an index outside its array or a number that no whole number can hold.
+An expression whose value would differ from what Python and numpy compute is rejected during translation. Conditions
+that only show at run time are errors of that call: integer division by zero, arrays of unequal size, no memory; and, if
+OCTOPIPE_CHECK_BOUNDS is set, an index out of bounds or a float that does not fit an integer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ ORDERS = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge"}
 
 
 class Expressions(Text):
-    """A function whose expressions are being translated. `module`, `python`, `outer`, `locals` and `defined` are the
-    business of `Body`."""
+    """A function whose expressions are being translated; `Body` sets the attributes declared here."""
 
     module: Any
     python: Any
     outer: dict[str, Any]
     locals: frozenset[str]
-    """Names that the function assigns: they hide those outside of it, before they are assigned too."""
+    """Names that the function assigns: as in Python, they shadow outer names even before the assignment."""
     defined: set[str] | None
-    """Names that have a value here, on every way that leads here; None where no way does."""
+    """Names that have a value on every control-flow path to this point; None if this point is unreachable."""
 
     def unknown(self, node: ast.AST) -> Any:
         raise TypeError(f"{type(node).__name__} is not part of the kernels' language")
@@ -46,7 +45,7 @@ class Expressions(Text):
         return value
 
     def truth(self, node: ast.expr) -> str:
-        """Whether an expression counts as true; only here numbers may stand between `and` and `or`."""
+        """Translate an expression to its truth value; only here may `and` and `or` have operands that are numbers."""
         if isinstance(node, ast.BoolOp):
             return self.either(node, as_value=False).regs[0]
         return self.convert(self.of(node), BOOL).regs[0]
@@ -95,7 +94,7 @@ class Expressions(Text):
         return self.load(array.type.item, address)
 
     def of_parts(self, base: Value, at: ast.expr) -> Value:
-        """A part of a tuple by a constant, or a number of a table of constants by a variable."""
+        """Return an element of a tuple, or of a table of constants; only a table may be indexed by a variable."""
         if isinstance(at, ast.Slice):
             raise TypeError("a tuple has no slices; name its parts")
         index = self.of(at)
@@ -114,7 +113,7 @@ class Expressions(Text):
         return self.load(item, self.address(array, [self.convert(index, INT).regs[0]]))
 
     def part(self, array: Value, cut: ast.Slice) -> Value:
-        """From one index of the first dimension up to another, as numpy cuts: within the array, whatever they are."""
+        """Return a slice of an array's first dimension; its bounds are clipped to the array, as in numpy."""
         if cut.step is not None:
             raise TypeError("a slice has no step")
         if not isinstance(array.type, Array):
@@ -124,11 +123,11 @@ class Expressions(Text):
         stop = self.cut_at(cut.upper, length) if cut.upper else length
         size = self.reg(f"sub i64 {stop}, {first}")
         size = self.pick(self.reg(f"icmp slt i64 {size}, 0"), INT, "0", size).regs[0]
-        # No check: the end of the array is a place to begin, too.
+        # No bounds check: an empty slice may begin at the end of the array.
         return Value(array.type, [self.address(array, [first], checked=False), size, *array.regs[2:]])
 
     def cut_at(self, node: ast.expr, length: str) -> str:
-        """A border of a slice: counted from the end where it is negative, and never outside."""
+        """Return one bound of a slice: a negative one counts from the end, and the result is clipped to the array."""
         value = self.of(node)
         if value.type not in (INT, UINT):
             raise TypeError("a border of a slice is a whole number")
@@ -200,14 +199,15 @@ class Expressions(Text):
             if b.const == 2 and not isinstance(b.const, bool):
                 return self.binary(ast.Mult, a, a)
             raise TypeError("of powers of whole numbers only the square is supported; use float()")
-        # The C library's own function, as CPython calls it. LLVM must not know it by its name, or it makes a product of
-        # a square, which is rounded otherwise (1 unit in the last place, in about one number of a thousand).
+        # Call the C library's pow, as CPython does. "nobuiltin" keeps LLVM from recognising it: LLVM would turn a power
+        # of 2 into a product, which is rounded differently (by 1 unit in the last place for about one number in a
+        # thousand).
         x, y = self.convert(a, FLOAT).regs[0], self.convert(b, FLOAT).regs[0]
         how = "nobuiltin nounwind willreturn memory(none)"
         return Value(FLOAT, [self.reg(f"call double @pow(double {x}, double {y}) {how}")])
 
     def shift(self, op: type[ast.operator], type_: str, x: str, y: str, by: Any) -> Value:
-        """As numpy does: by 64 bits or more nothing is left but the sign."""
+        """Shift as numpy does: by 64 bits or more the result is 0, or -1 for a negative number shifted right."""
         left = op is ast.LShift
         how = "shl" if left else "lshr" if type_ == UINT else "ashr"
         if by is not None:
@@ -226,10 +226,11 @@ class Expressions(Text):
         if type_ == UINT:
             return Value(UINT, [self.reg(f"{'udiv' if op is ast.FloorDiv else 'urem'} i64 {x}, {y}")])
         if by is None or by == -1:
-            # The least number over -1 is none, and a signal: -1 takes another way, to what numpy gives.
+            # The least 64-bit integer divided by -1 overflows and raises a signal, so -1 is handled separately, with
+            # numpy's result.
             minus = self.reg(f"icmp eq i64 {y}, -1")
             y = self.pick(minus, INT, "1", y).regs[0]
-        # As Python rounds: down.
+        # Round down, as Python does; srem and sdiv round towards zero.
         rest = self.reg(f"srem i64 {x}, {y}")
         other = self.reg(f"icmp slt i64 {self.reg(f'xor i64 {rest}, {y}')}, 0")
         odd = self.reg(f"and i1 {self.reg(f'icmp ne i64 {rest}, 0')}, {other}")
@@ -242,7 +243,7 @@ class Expressions(Text):
         return down
 
     def of_Compare(self, node: ast.Compare) -> Value:
-        """A chain is left at the first that does not hold: what stands behind it is not evaluated."""
+        """Translate a comparison; a chain stops at the first comparison that is false, without evaluating the rest."""
         left = self.of(node.left)
         if len(node.ops) == 1:
             return Value(BOOL, [self.compared(node.ops[0], left, self.of(node.comparators[0]))])
@@ -275,7 +276,7 @@ class Expressions(Text):
         return self.either(node, as_value=True)
 
     def either(self, node: ast.BoolOp, as_value: bool) -> Value:
-        """`and`, `or`: as a value only of truth values, since Python gives one of the operands."""
+        """Translate `and` or `or`. With `as_value` all operands must be bool, since Python returns one of them."""
         slot, end = self.room("i1"), self.label()
         for k, one in enumerate(node.values):
             if as_value:
@@ -334,7 +335,7 @@ class Expressions(Text):
         return functions.FUNCTIONS[called.thing](self, *given, **named)
 
     def named_tuple(self, kind: Any, given: list[Value], named: dict[str, Value]) -> Value:
-        """A named tuple made in a kernel, with a value for every field."""
+        """Construct a named tuple inside a kernel; every field needs a value."""
         fields: tuple[str, ...] = kind._fields
         values = dict(zip(fields, given)) | named
         if len(given) + len(named) != len(fields) or values.keys() != set(fields):
@@ -343,7 +344,7 @@ class Expressions(Text):
         return Value(Tuple(made.type.parts, fields), made.regs)
 
     def call(self, python: Any, given: list[Value]) -> Value:
-        """Another kernel."""
+        """Call another kernel."""
         name, type_, may_fail = self.module.function(python, tuple(v.type for v in given))
         if type_ is None:
             raise TypeError(f"{python.__name__} calls itself")
@@ -358,7 +359,7 @@ class Expressions(Text):
 
 
 def python_value(thing: Any) -> Value:
-    """A constant, or something that is known while compiling."""
+    """Return a Python object as a constant, or as an object that is known at compile time."""
     if isinstance(thing, bool | int | float):
         return number(thing)
     if isinstance(thing, np.generic) and thing.dtype.name in ("float64", "int64"):

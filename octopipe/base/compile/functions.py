@@ -1,4 +1,4 @@
-"""What kernels may call of Python and numpy, as LLVM.
+"""The Python and numpy functions that kernels may call, as LLVM.
 
 Knows: one function each. Does not know: syntax.
 """
@@ -99,7 +99,7 @@ def _copy(text: Any, array: Value) -> Value:
 
 
 def _max(text: Text, array: Value) -> Value:
-    """The largest element of an array that has one."""
+    """Return the largest element of an array; an empty array raises ValueError."""
     item = array.type.item
     stored, type_, _ = ITEMS[item]
     text.fail_if(text.reg(f"icmp eq i64 {text.size(array)}, 0"), ValueError, "the largest of no elements")
@@ -113,7 +113,7 @@ def _max(text: Text, array: Value) -> Value:
     one = text.load(item, text.reg(f"getelementptr inbounds {stored}, ptr {array.regs[0]}, i64 {i}"))
     now = Value(type_, [text.reg(f"load {LLVM[type_]}, ptr {best}")])
     larger = _extreme(False)(text, now, one).regs[0]
-    if type_ == FLOAT:  # as numpy's: what is no number is the largest
+    if type_ == FLOAT:  # as numpy does: if there is a NaN, it is the result
         larger = text.pick(text.reg(f"fcmp uno double {one.regs[0]}, 0.0"), FLOAT, one.regs[0], larger).regs[0]
     text.line(f"store {LLVM[type_]} {larger}, ptr {best}")
     text.line(f"store i64 {text.reg(f'add nsw i64 {i}, 1')}, ptr {at}")
@@ -135,7 +135,7 @@ def _search(text: Any, array: Value, value: Value, side: Value | None = None) ->
 
 
 def _from(values, value):  # type: ignore[no-untyped-def]
-    """The first place of sorted values whose value is not below."""
+    """Return the first index of the sorted `values` whose element is not less than `value`."""
     low, high = 0, values.size
     while low < high:
         middle = (low + high) >> 1
@@ -147,7 +147,7 @@ def _from(values, value):  # type: ignore[no-untyped-def]
 
 
 def _after(values, value):  # type: ignore[no-untyped-def]
-    """The first place of sorted values whose value is above."""
+    """Return the first index of the sorted `values` whose element is greater than `value`."""
     low, high = 0, values.size
     while low < high:
         middle = (low + high) >> 1

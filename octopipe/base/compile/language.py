@@ -1,13 +1,14 @@
-"""From a Python function to LLVM's language: the statements of the kernels' subset of Python.
+"""Translation of a Python function to LLVM IR: the statements of the kernels' subset of Python.
 
-Knows: assignments, `if`, `for`, `while`, `return`, and which names have a value where. Does not know: expressions
-(`expressions.py`), machine code, or what numpy's functions do (`functions.py`).
+Knows: assignments, `if`, `for`, `while`, `return`, and which names have a value at which point. Does not know:
+expressions (`expressions.py`), machine code, or what numpy's functions do (`functions.py`).
 
-The subset: no objects but arrays and (named) tuples, no exceptions, no negative indices but constant ones. A kernel may
-make arrays and named tuples; it returns numbers, arrays and plain tuples of them. Numbers are 64 bits wide, whatever an
-array stores, and behave as numpy's do: sums of whole numbers wrap around, a real number over
-zero is infinite. A variable has one type, which holds all that is assigned to it. An array made in a kernel lives until
-the kernel returns. Whatever else Python has is refused with its file and line when the kernel is first called.
+The subset: no objects except arrays and (named) tuples, no exceptions, no negative indices except constant ones. A
+kernel may create arrays and named tuples; it returns numbers, arrays and plain tuples of them. Numbers are computed
+with 64 bits, whatever the element type of an array, and behave as in numpy: integer sums wrap around, and a float
+divided by zero is infinite. A variable has one type, which can represent everything that is assigned to it. An array
+created in a kernel lives until the kernel returns. Everything else that Python has is rejected with its file and line
+when the kernel is first called.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RETURNED = "$returned"
 
 @cache
 def _parsed(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """A file's functions by name and first line."""
+    """Parse a file; return its functions by name and first line (that of the first decorator, if any)."""
     found = {}
     for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
         if isinstance(node, ast.FunctionDef):
@@ -37,13 +38,13 @@ def _parsed(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
 
 
 def _merged(ways: list[set[str] | None]) -> set[str] | None:
-    """Names that have a value on every way that leads on; None where none does."""
+    """Return the names with a value on all reachable paths (an unreachable one is None); None if none is."""
     open_ones = [way for way in ways if way is not None]
     return set.intersection(*open_ones) if open_ones else None
 
 
 class _Loop:
-    """Where `continue` and `break` go, and what has a value there."""
+    """The labels that `continue` and `break` jump to, and the names that have a value at each such jump."""
 
     def __init__(self, again: str, end: str) -> None:
         self.again, self.end = again, end
@@ -52,10 +53,10 @@ class _Loop:
 
 
 class Body(Expressions):
-    """One function being translated."""
+    """The function that is being translated."""
 
     def __init__(self, module: Any, python: Any, types: dict[str, Type]) -> None:
-        """`module` knows the other functions (`module.function`) and tables of constants (`module.table`)."""
+        """`module` provides the other functions (`module.function`) and the tables of constants (`module.table`)."""
         code = python.__code__
         super().__init__(types, module, code.co_filename)
         self.python = python
@@ -66,11 +67,11 @@ class Body(Expressions):
         self.defined = set()
         self.loops: list[_Loop] = []
         self.returns: set[bool] = set()
-        """Whether returns have a value."""
+        """For the return statements seen so far: True if one has a value, False if one has none."""
         self.text = ""
 
     def write(self, name: str, types: tuple[Type, ...]) -> bool:
-        """Translate; True where it must be done once more."""
+        """Translate the function; return True if a variable's type was widened, so that it must be translated again."""
         given, k = ["ptr noalias nocapture %err"], 0
         names = self.parameters(name, len(types))
         for parameter, type_ in zip(names, types, strict=True):
@@ -112,7 +113,7 @@ class Body(Expressions):
         return [a.arg for a in told.args]
 
     def owned(self, result: Value) -> list[str]:
-        """The registers of a result, its arrays copied: they may be parts of others, or somebody's arguments."""
+        """Return the registers of a result, with its arrays copied: they may be views of other arrays or arguments."""
         regs: list[str] = []
         for part in self.parts(result) if isinstance(result.type, Tuple) else [result]:
             if isinstance(part.type, Tuple):
@@ -130,7 +131,7 @@ class Body(Expressions):
 
     def block(self, statements: list[ast.stmt]) -> None:
         for node in statements:
-            if self.defined is None:  # nothing leads here
+            if self.defined is None:  # unreachable code
                 return
             self.at_line = node.lineno
             try:
@@ -210,7 +211,7 @@ class Body(Expressions):
             self.unknown(target)
 
     def put_part(self, part: Value, value: Value) -> None:
-        """A number into all elements of a part, or another array of its shape."""
+        """Assign to a slice or a row: a number fills all its elements, an array must have the same type and shape."""
         if isinstance(value.type, Array):
             if value.type != part.type:
                 raise TypeError(f"{value.type} into {part.type}")
@@ -249,7 +250,7 @@ class Body(Expressions):
         self.lines.append(f"{end}:")
 
     def inside(self, statements: list[ast.stmt], again: str, end: str) -> _Loop:
-        """A loop's body; afterwards, what has a value at its end."""
+        """Translate a loop's body. Afterwards `self.defined` has the names with a value at the end of the body."""
         loop = _Loop(again, end)
         self.loops.append(loop)
         assert self.defined is not None
@@ -287,14 +288,14 @@ class Body(Expressions):
         self.defined = set(before)
         self.put(node.target, Value(type_, [now]))
         self.inside(node.body, following, end)
-        self.defined = before  # it may not have run at all
+        self.defined = before  # the body may run zero times
         self.begin(following)
         self.line(f"store i64 {self.reg(f'add nsw i64 {now}, {step}')}, ptr {at}")
         self.line(f"br label %{test}")
         self.lines.append(f"{end}:")
 
     def for_each(self, node: ast.For, values: list[Value]) -> None:
-        """A loop over a tuple, written out."""
+        """Unroll a loop over a tuple."""
         end, broken = self.label(), list[set[str] | None]()
         for value in values:
             if self.defined is None:

@@ -1,9 +1,10 @@
 """Machine code: LLVM's optimiser and loader.
 
-Knows: llvmlite, and which words name a processor. Does not know: Python's syntax, or where code is kept (`store.py`).
+Knows: llvmlite, and which strings identify a processor. Does not know: Python's syntax, or where code is kept
+(`store.py`).
 
-Code is kept under a name that is a digest of the text that was compiled, of LLVM's version and of the processor with
-its features, so code for another machine that shares the folder is never loaded.
+Code is kept under a name that contains a digest of the LLVM text, of LLVM's version and of the processor with its
+features, so code for another machine that shares the folder is never loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ declare i64 @llvm.fptoui.sat.i64.f64(double)
     f"declare double @llvm.{name}.f64(double)\n" for name in ("log", "log2", "exp", "sqrt", "floor", "ceil", "fabs")
 )
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-"""Takes the address of a block of words; runs without Python's lock."""
+"""The C signature of a compiled kernel. Its argument is the address of a block; calls release the GIL."""
 
 free = ctypes.CDLL(None if os.name == "posix" else "msvcrt").free
 free.argtypes, free.restype = [ctypes.c_void_p], None
@@ -43,14 +44,15 @@ free.argtypes, free.restype = [ctypes.c_void_p], None
 
 @cache
 def _target() -> tuple[Any, Callable[[], Any], str]:
-    """LLVM's module, a maker of machines to compile for (their user ends them), and the words that say which."""
+    """Return llvmlite's binding, a factory of target machines (which the caller owns), and a text that identifies the
+    version of LLVM and the processor."""
     import llvmlite
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     mathematics = ctypes.util.find_library("m")
-    if mathematics:  # else the process has it already
+    if mathematics:  # if not found, its symbols are already in the process
         with contextlib.suppress(RuntimeError):
             llvm.load_library_permanently(mathematics)
     features = llvm.get_host_cpu_features().flatten()
@@ -61,7 +63,8 @@ def _target() -> tuple[Any, Callable[[], Any], str]:
 
 
 def load(text: str, name: str) -> tuple[Any, Any, str]:
-    """The function `entry` of a module's text, what must live as long as it, and the name its code is kept under."""
+    """Compile the text of a module, or take its code from the cache. Returns the function `entry`, the engine that must
+    live as long as it, and the file name under which the code is kept."""
     with LOCK:
         llvm, machine, words = _target()
         text = HEAD + text
@@ -75,7 +78,7 @@ def load(text: str, name: str) -> tuple[Any, Any, str]:
 
 
 def load_kept(file: str) -> tuple[Any, Any] | None:
-    """The same from code that is kept, if it still is."""
+    """Return the same function and engine from code in the cache, or None if it is no longer there."""
     with LOCK:
         code = kept(file)
         return None if code is None else _linked(code)
@@ -90,13 +93,13 @@ def _linked(code: bytes) -> tuple[Any, Any]:
 
 
 def known(words: str) -> str:
-    """A name for what follows from these words, this package's own text and this machine."""
+    """Return a digest of `words`, of this package's source and of this machine, for use in the name of a note."""
     return hashlib.sha256(f"{_target()[2]}\n{_package()}\n{words}".encode()).hexdigest()[:32]
 
 
 @cache
 def _package() -> str:
-    """A digest of all modules of the package: kernels take constants from any of them."""
+    """Return a digest of all modules of the package, since kernels may use constants from any of them."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""A kernel and all that it calls as one text in LLVM's language.
+"""A kernel and all functions that it calls, as the text of one LLVM module.
 
 Knows: which functions were translated for which types, and how Python calls the first of them. Does not know: syntax.
 """
@@ -12,27 +12,28 @@ from octopipe.base.compile.text import number
 from octopipe.base.compile.types import ITEMS, Type, words
 
 WIDE = {"i1": "i64"}
-"""How a word is passed in a block."""
+"""The types that are widened when they are passed in a block of words."""
 
 
 class Module:
-    """A kernel and all that it calls, each written once for every combination of types."""
+    """A kernel and all functions that it calls, each translated once for every combination of types."""
 
     def __init__(self, checked: bool = False) -> None:
-        """`checked`: whether every index is looked at."""
+        """`checked`: whether to emit a bounds check for every index."""
         self.checked = checked
         self.written: dict[Any, tuple[str, Type, bool]] = {}
         self.texts: list[str] = []
         self.tables: dict[tuple[Any, ...], tuple[str, str]] = {}
         self.sites: dict[tuple[str, str, int, str], int] = {}
-        """What can go wrong where (kind of error, file, line, words), and its number."""
+        """The possible errors (kind, file, line, message), and the numbers by which the kernel reports them."""
 
     def site(self, *what: Any) -> int:
-        """The number that a kernel returns when this goes wrong; 0 means that nothing did."""
+        """Return the number by which a kernel reports this error; 0 means no error."""
         return self.sites.setdefault(what, len(self.sites) + 1)
 
     def function(self, python: Any, types: tuple[Type, ...]) -> tuple[str, Type, bool]:
-        """The name and the return type of a function for arguments of these types, and whether it may fail."""
+        """Translate a function for these argument types, if it has not been yet; return its LLVM name, its return type
+        and whether it may fail."""
         key = python, types
         if key not in self.written:
             name = f"{python.__name__}.{len(self.written)}"
@@ -45,7 +46,7 @@ class Module:
         return self.written[key]
 
     def table(self, values: tuple[Any, ...]) -> tuple[str, str]:
-        """Constants that are looked up by a variable: what they are stored as, and where."""
+        """Store a table of constants that is indexed by a variable; return its item type and its LLVM name."""
         key = tuple((type(v), v) for v in values)
         if key not in self.tables:
             item = "float64" if isinstance(values[0], float) else "int64"
@@ -57,8 +58,8 @@ class Module:
 
 
 def translated(python: Any, types: tuple[Type, ...], checked: bool) -> tuple[str, Type, list[list[Any]]]:
-    """A function and all that it calls in LLVM's language, behind an `entry` that takes one block of words: the number
-    of what went wrong, the arguments', then the results'; the type it returns; and what can go wrong, by number."""
+    """Translate a function and all that it calls to LLVM IR, with an `entry` function that takes one block of words (an
+    error number, the arguments, the results). Returns the text, the return type, and the possible errors by number."""
     module = Module(checked)
     name, returned, _ = module.function(python, types)
     passed, results = [w for t in types for w in words(t)], words(returned)

@@ -1,14 +1,14 @@
-"""The folder where compiled code is kept between runs; what lies there is executed, so only what is ours is read.
+"""The folder where compiled code is kept between runs; as it is executed, only files that are provably ours are read.
 
 Knows: which folder is private, and how a file is proved to be what its name says. Does not know: what code is.
 
-The folder is opened once per access and everything below it is named relative to that descriptor: after the check of
-owner and permissions nobody can put another folder in its place. A file begins with a digest of its own name, of the
-key and of its content, so a file that was cut short, renamed or swapped with another one is not taken. What fails a
-check is not used and not repaired: the kernel is compiled in memory, and one warning names the folder.
+The folder is opened once per access and everything in it is named relative to that descriptor, so nobody can replace
+the folder after its owner and permissions were checked. A file begins with a digest of its own name and of its content,
+so a file that was truncated, renamed or swapped with another one is rejected. A file or folder that fails a check is
+neither used nor repaired: the kernel is compiled in memory, and one warning names the folder.
 
-The folder is the one that OCTOPIPE_CACHE_DIR names, else the user's own for caches, else a private one for temporary
-files. Where there is none (or the system cannot open files relative to a folder, as Windows) nothing is kept.
+The folder is the one that OCTOPIPE_CACHE_DIR names, else the user's cache folder, else a private one in the folder for
+temporary files. If there is none (or the system cannot open files relative to a folder, as on Windows) nothing is kept.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from pathlib import Path
 
 DAY_S = 24 * 3600.0
 UNUSED_S = 30 * DAY_S
-"""Code that nothing asked for in this time is removed."""
+"""Code that has not been used for this long is removed."""
 MAX_CODE_BYTES = 64 << 20
-"""No kernel's code is near this size; a larger file is not one of ours."""
+"""The largest file that is read; no kernel's code comes near this size."""
 SUFFIXES = (".o", ".k")
-"""Of objects, and of notes about them."""
+"""The suffixes of object files, and of notes about them."""
 _NAME = re.compile(r"[\w.-]+")
-"""A plain file name: what a note names cannot lead out of the folder."""
+"""A plain file name, so that a name read from a note cannot lead out of the folder."""
 _HEAD = hashlib.sha256().digest_size
 _PRIVATE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _log = logging.getLogger("octopipe.compile")
 
 
 def kept(name: str) -> bytes | None:
-    """The content that was kept under this name; None where there is none that is ours and whole."""
+    """Return the content that was kept under this name, or None if there is no intact file of ours."""
     with _folder() as folder:
         if folder is None or not _NAME.fullmatch(name):
             return None
         try:
-            # O_NONBLOCK: a pipe in a file's place is no wait.
+            # O_NONBLOCK: do not block if there is a pipe under this name.
             handle = os.open(name, os.O_RDONLY | _PRIVATE | os.O_NONBLOCK, dir_fd=folder)
         except OSError:
             return None
@@ -66,7 +66,7 @@ def kept(name: str) -> bytes | None:
 
 
 def keep(name: str, content: bytes) -> None:
-    """Keep this content under this name; a full disk or a lost folder is no reason not to run."""
+    """Store this content under this name; errors (a full disk, a missing folder) are ignored."""
     with _folder() as folder:
         if folder is None:
             return
@@ -84,7 +84,7 @@ def keep(name: str, content: bytes) -> None:
 
 
 def _digest(name: str, content: bytes) -> bytes:
-    """Binds a content to the name it is kept under."""
+    """Return a digest that ties a content to the name under which it is kept."""
     return hashlib.sha256(b"octopipe kernel\0" + name.encode() + b"\0" + content).digest()
 
 
@@ -92,14 +92,14 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def _folders() -> Iterator[tuple[str, bool]]:
-    """Where code may be kept, and whether the last part of that path may be a link."""
+    """Yield the folders for compiled code, and whether the last component of each path may be a link."""
     named = os.environ.get("OCTOPIPE_CACHE_DIR", "")
     if named:
         yield named, True
     home = os.environ.get("XDG_CACHE_HOME", "") or os.path.join(os.path.expanduser("~"), ".cache")
     if os.path.isabs(home):
         yield os.path.join(home, "octopipe"), True
-    # Everybody may put a link there, so none is followed.
+    # Anybody may put a link into this folder, so links are not followed.
     yield os.path.join(tempfile.gettempdir(), f"octopipe-kernels-{_user()}"), False
 
 
@@ -108,16 +108,16 @@ def _user() -> int:
 
 
 def _ours(info: os.stat_result) -> bool:
-    """Belongs to this user, and nobody else may write to it."""
+    """Whether the file belongs to this user and nobody else may write to it."""
     return info.st_uid == _user() and not info.st_mode & 0o022
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[int | None]:
-    """A descriptor of the first folder that is private and can be written; None if there is none.
+    """Yield a descriptor of the first folder that is private and writable, or None if there is none.
 
-    It is opened anew for every access: a descriptor kept for long could be closed by somebody else in this process,
-    and its number would then stand for another file.
+    It is opened again for every access: if it were kept open, other code in this process could close it, and its number
+    would then refer to another file.
     """
     folder = None
     if os.open in os.supports_dir_fd and os.rename in os.supports_dir_fd:
@@ -130,7 +130,7 @@ def _folder() -> Iterator[int | None]:
 
 
 def private_folder() -> Path | None:
-    """The first folder for caches that is this user's alone, for data that is never executed; None: there is none."""
+    """Return the first cache folder that is private to this user, or None. For data that is never executed."""
     for path, may_be_link in _folders():
         found = _opened(path, may_be_link)
         if found is not None:
@@ -164,12 +164,12 @@ def _opened(path: str, may_be_link: bool) -> int | None:
 
 @cache
 def _refused(what: str) -> None:
-    """Once per process and reason."""
+    """Log a warning, once per process and reason."""
     _log.warning("%s; compiled code is not taken from there (set OCTOPIPE_CACHE_DIR to a private folder)", what)
 
 
 def _prune(folder: int) -> None:
-    """Remove what nothing asked for in a month: an older version's code. Only a process that compiles does this."""
+    """Remove files that were not used for a month, such as an older version's. Only processes that compile do so."""
     for name in os.listdir(folder):
         if name.endswith(SUFFIXES):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)

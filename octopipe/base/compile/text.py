@@ -1,9 +1,9 @@
-"""One function of LLVM's language as it is being written: registers, blocks, variables, array elements.
+"""The text of one LLVM function while it is being written: registers, blocks, variables, array elements.
 
-Knows: how values are held and converted, and how a line of LLVM is written. Does not know: Python's syntax.
+Knows: how values are represented and converted, and how a line of LLVM IR is written. Does not know: Python's syntax.
 
-Variables live in memory that LLVM turns into registers. A variable's type is what all its assignments have in common;
-when a later one widens it, the function is written once more with what is known by then (`changed`).
+Variables live in memory that LLVM turns into registers. A variable's type is the common type of all its assignments;
+when a later assignment widens it, `changed` is set and the function is written again with the types known by then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octopipe.base.compile.types import (
 
 
 class Value:
-    """A type and the registers (or constants) that hold it; `const` is its value where it is known."""
+    """A type, and the registers (or constants) of the value; `const` is the value if it is a constant."""
 
     __slots__ = ("const", "regs", "type")
 
@@ -39,12 +39,12 @@ class Value:
 
 
 def bounds_checked() -> bool:
-    """Whether kernels that are made now look at every index; a kernel keeps what it was made with."""
+    """Whether kernels compiled from now on check every index; kernels that are already compiled do not change."""
     return os.environ.get("OCTOPIPE_CHECK_BOUNDS", "") not in ("", "0")
 
 
 def number(value: Any) -> Value:
-    """A constant."""
+    """Return a Python number as a constant; raise TypeError if an integer has more than 64 bits."""
     if isinstance(value, bool):
         return Value(BOOL, ["true" if value else "false"], value)
     if isinstance(value, int):
@@ -55,12 +55,12 @@ def number(value: Any) -> Value:
 
 
 class Text:
-    """A function being written."""
+    """A function that is being written."""
 
     def __init__(self, types: dict[str, Type], module: Any, file: str) -> None:
-        """`module` knows what can go wrong where (`module.site`)."""
+        """`module` assigns numbers to possible errors (`module.site`)."""
         self.types = types
-        """Of variables, from writing it before."""
+        """The types of the variables, from previous passes over the function."""
         self.module, self.file, self.at_line = module, file, 0
         self.checked: bool = module.checked
         self.may_fail = False
@@ -70,7 +70,7 @@ class Text:
         self.lines: list[str] = []
         self.count = 0
         self.made: list[str] = []
-        """Where the addresses of arrays made here are kept, one for each place that makes one."""
+        """Stack slots with the addresses of the arrays allocated here, one for each allocation in the code."""
 
     # -- lines -----------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Text:
         self.lines.append("  " + text)
 
     def reg(self, text: str) -> str:
-        """A new register that holds this."""
+        """Assign the result of an instruction to a new register; return its name."""
         self.count += 1
         self.lines.append(f"  %r{self.count} = {text}")
         return f"%r{self.count}"
@@ -88,22 +88,22 @@ class Text:
         return f"b{self.count}"
 
     def begin(self, label: str) -> None:
-        """A block; the one before goes on here."""
+        """Begin a new block; the previous block falls through to it."""
         self.line(f"br label %{label}")
         self.lines.append(f"{label}:")
 
     def leave(self, text: str) -> None:
-        """End the block; what follows in Python is not reached from here."""
+        """End the block with this jump; the Python code that follows in the same block is unreachable."""
         self.line(text)
         self.lines.append(f"{self.label()}:")
 
     def branch(self, condition: str, yes: str, no: str) -> None:
-        """Go on with `yes`, which begins here, or at `no`."""
+        """Branch to `yes`, which begins here, or to `no`."""
         self.line(f"br i1 {condition}, label %{yes}, label %{no}")
         self.lines.append(f"{yes}:")
 
     def room(self, word: str, value: str = "") -> str:
-        """A place in memory for the whole call."""
+        """Allocate a stack slot in the function's entry block, with an initial value if given; return its name."""
         self.count += 1
         self.entry.append(f"  %v{self.count} = alloca {word}")
         if value:
@@ -113,7 +113,7 @@ class Text:
     # -- failing ---------------------------------------------------------------------------------------
 
     def fail_if(self, condition: str, kind: type[Exception], text: str) -> None:
-        """Leave the kernel with an error of this line, which Python raises, where the condition holds."""
+        """Leave the kernel with an error of this line if the condition is true; Python raises it after the call."""
         site = self.module.site(kind.__name__, self.file, self.at_line, text)
         bad, good = self.label(), self.label()
         self.line(f"br i1 {condition}, label %{bad}, label %{good}")
@@ -124,7 +124,7 @@ class Text:
         self.may_fail = True
 
     def fail_with_callee(self) -> None:
-        """Leave the kernel where the one that it called has left with an error."""
+        """Leave the kernel if the function it has just called reported an error."""
         good = self.label()
         failed = self.reg(f"icmp ne i64 {self.reg('load i64, ptr %err')}, 0")
         self.line(f"br i1 {failed}, label %fail, label %{good}")
@@ -148,7 +148,7 @@ class Text:
         if name not in self.slots or known is None:
             self.slots[name] = [self.room(word) for word in words(self.types[name])]
         elif wanted != known:
-            return  # written anew soon
+            return  # a type was widened: the function will be written again
         for word, slot, reg in zip(words(wanted), self.slots[name], self.convert(value, wanted).regs, strict=True):
             self.line(f"store {word} {reg}, ptr {slot}")
 
@@ -184,7 +184,7 @@ class Text:
         if of == FLOAT:
             if self.checked:
                 self.check_whole(reg, "-0x1p63" if to == INT else "0.0")
-            # Defined for every number: the nearest whole one, and 0 for none.
+            # Saturating conversion, which is defined for every float: out-of-range values are clipped, NaN gives 0.
             how = "fptosi" if to == INT else "fptoui"
             return Value(to, [self.reg(f"call i64 @llvm.{how}.sat.i64.f64(double {reg})")])
         if of == BOOL:
@@ -192,7 +192,7 @@ class Text:
         return Value(to, [reg], value.const)
 
     def alike(self, a: Value, b: Value, least: str = BOOL) -> tuple[str, str, str]:
-        """Two numbers in the type that holds both, at least this one: the type and their registers."""
+        """Convert two numbers to their common type, at least `least`; return that type and both registers."""
         if {a.type, b.type} == {INT, UINT}:
             # A literal takes the other's type.
             literal = a if a.const is not None else b
@@ -219,14 +219,14 @@ class Text:
     # -- arrays ----------------------------------------------------------------------------------------
 
     def size(self, array: Value) -> str:
-        """How many elements it has."""
+        """Return the number of elements."""
         size = array.regs[1]
         for length in array.regs[2:]:
             size = self.reg(f"mul nsw i64 {size}, {length}")
         return size
 
     def address(self, array: Value, indices: list[str], checked: bool = True) -> str:
-        """Of an element, or of a part under the first indices."""
+        """Return the address of an element, or of the subarray that the first indices select."""
         lengths = array.regs[1:]
         if self.checked and checked:
             for index, length in zip(indices, lengths):
@@ -259,7 +259,7 @@ class Text:
         self.line(f"store {stored} {reg}, ptr {address}")
 
     def new_array(self, item: str, lengths: list[str], zero: bool = False) -> Value:
-        """Memory until the call ends."""
+        """Allocate an array that lives until the call ends."""
         slot = self.room("ptr", "null")
         self.made.append(slot)
         for length in lengths:
@@ -267,7 +267,7 @@ class Text:
                 self.fail_if(self.reg(f"icmp slt i64 {length}, 0"), ValueError, "a negative length")
         array = Value(Array(item, len(lengths)), ["", *lengths])
         size = self.size(array)
-        # One more: a length of 0 has an address as well.
+        # One extra element, so that an array of length 0 has an address too.
         size = self.reg(f"add i64 {size}, 1")
         nbytes = ITEMS[item][2]
         address = self.reg(
@@ -298,12 +298,12 @@ class Text:
         return new
 
     def move(self, to: Value, of: Value) -> None:
-        """All elements of an array into another of its size."""
+        """Copy all elements of the array `of` to the array `to`, which has the same size."""
         nbytes = self.reg(f"mul i64 {self.size(of)}, {ITEMS[of.type.item][2]}")
         self.line(f"call void @llvm.memmove.p0.p0.i64(ptr {to.regs[0]}, ptr {of.regs[0]}, i64 {nbytes}, i1 false)")
 
     def parts(self, value: Value) -> list[Value]:
-        """Of a tuple."""
+        """Return the parts of a tuple."""
         if isinstance(value.type, Known) and isinstance(value.type.thing, tuple):
             if not all(isinstance(x, bool | int | float) for x in value.type.thing):
                 raise TypeError("a tuple of constants holds numbers")

@@ -1,9 +1,9 @@
-"""Types of the kernels' language, and values of Python taken apart into numbers a kernel can be called with.
+"""Types of the kernels' language, and the conversion of Python values to the words with which a kernel is called.
 
 Knows: numbers, arrays and named tuples of them. Does not know: statements or machine code.
 
-A value is passed as one or several words: a number as itself, an array as its address and its lengths (it is
-contiguous, or a copy is passed and written back), a tuple as its parts.
+A value is passed as one or several words: a number as itself, an array as its address and its lengths (an array that is
+not contiguous is copied, and the copy is written back after the call), a tuple as its parts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 INT, UINT, FLOAT, BOOL = "int", "uint", "float", "bool"
 LLVM = {INT: "i64", UINT: "i64", FLOAT: "double", BOOL: "i1"}
 RANK = {BOOL: 0, INT: 1, UINT: 1, FLOAT: 2}
-"""Of two numbers the result has the type of higher rank."""
+"""The result of an operation on two numbers has the type with the higher rank."""
 ITEMS = {
-    # of an array, by numpy's name: what is stored, what it is read as
+    # element types of arrays by numpy's name: the LLVM type, the type as which it is read, the size in bytes
     "float64": ("double", FLOAT, 8),
     "float32": ("float", FLOAT, 4),
     "int64": ("i64", INT, 8),
@@ -36,7 +36,7 @@ ITEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Contiguous, of one kind of number."""
+    """A contiguous array with elements of one type."""
 
     item: str
     ndim: int
@@ -44,7 +44,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Tuple:
-    """Of any types; with names where it is a named tuple."""
+    """A tuple of any types; `names` has the field names of a named tuple."""
 
     parts: tuple[Any, ...]
     names: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Tuple:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Something that is known when a kernel is compiled: a function, a module, a tuple of numbers."""
+    """An object that is known when a kernel is compiled: a function, a module, a tuple of numbers."""
 
     thing: Any
 
@@ -66,7 +66,7 @@ Type = Any
 
 
 def words(type_: Type) -> list[str]:
-    """The machine types that a value is passed as."""
+    """Return the LLVM types of the words as which a value is passed."""
     if isinstance(type_, Array):
         return ["ptr", *["i64"] * type_.ndim]
     if isinstance(type_, Tuple):
@@ -75,7 +75,7 @@ def words(type_: Type) -> list[str]:
 
 
 def joined(a: Type, b: Type) -> Type:
-    """The type of a variable that holds either; None where there is none."""
+    """Return the type of a variable that can hold values of both types, or None if there is none."""
     if a == b:
         return a
     if isinstance(a, str) and isinstance(b, str):
@@ -91,7 +91,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _address_in_object(array: np.ndarray) -> int:
-    """The same many times quicker: numpy's objects begin with it."""
+    """Return the address of an array's data, much faster: numpy's array object begins with it."""
     return ctypes.c_size_t.from_address(id(array) + object.__basicsize__).value
 
 
@@ -99,18 +99,18 @@ address = _address if _address_in_object(_TRIAL) != _address(_TRIAL) else _addre
 
 
 class Arguments:
-    """Arguments of one call: their types and words, and what must be written back afterwards."""
+    """The arguments of one call: their types and words, and the arrays that must be written back afterwards."""
 
     __slots__ = ("back", "types", "words")
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.words: list[Any] = []
         self.back: list[tuple[np.ndarray, np.ndarray]] = []
-        """Arrays that were not contiguous, and the copies that are passed."""
+        """Arrays that were not contiguous, with the copies that are passed instead."""
         self.types = self._take(given)
 
     def _take(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Note the words of these values; what they are of, in a form that is quick to compare."""
+        """Append the words of these values; return their types in a form that is quick to compare."""
         words, types = self.words, list[Any]()
         for value in given:
             kind = type(value)
@@ -130,7 +130,7 @@ class Arguments:
             elif isinstance(value, tuple):
                 types.append((kind, self._take(value)))
             elif isinstance(value, np.ndarray | np.generic):
-                # The same in its plain form: a memory map, a number of another width.
+                # Convert to the plain form: a memory map to an array, a number of another width to a Python number.
                 plain = value.view(np.ndarray) if isinstance(value, np.ndarray) else value.item()
                 if type(plain) is kind:
                     raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
@@ -146,7 +146,7 @@ class Arguments:
 
 
 def full_type(key: Any) -> Type:
-    """The type behind what `Arguments` noted, which is quicker to make and to compare."""
+    """Return the type for a key that `Arguments` made; such keys are quicker to make and to compare than types."""
     if isinstance(key, str):
         return key
     if isinstance(key[0], str):
@@ -158,7 +158,7 @@ def full_type(key: Any) -> Type:
 
 
 def as_plain(type_: Type) -> Any:
-    """A type in the form that JSON can hold.
+    """Return a type as values that JSON can represent.
 
     >>> from_plain(as_plain(Tuple((INT, Array("bool", 2)), ("a", "b"))))
     Tuple(parts=('int', Array(item='bool', ndim=2)), names=('a', 'b'))
@@ -173,7 +173,7 @@ def as_plain(type_: Type) -> Any:
 
 
 def from_plain(value: Any) -> Type:
-    """The type behind its plain form; ValueError for anything that is none."""
+    """Return the type that `as_plain` converted; raise ValueError for anything else."""
     if isinstance(value, str) and value in LLVM:
         return value
     if isinstance(value, dict) and value.keys() == {"item", "ndim"} and value["ndim"] in range(33):

@@ -1,7 +1,7 @@
-"""`octopipe profile --against-analytic`: measured layers beside their analytic prices, kind by kind.
+"""`octopipe profile --against-analytic`: measured times beside analytic costs, for every kind of layer.
 
-Knows: which analytic prices belong to a profile (the same layers, tokens and GPU, one rank alone) and how the two are
-shown. Does not know: how layers are measured (runtime/measure) or priced (costs/analytic).
+Knows: which analytic costs belong to a profile (the same layers, tokens and GPU, one rank alone) and how the two are
+shown. Does not know: how layers are measured (runtime/measure) or how analytic costs are computed (costs/analytic).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ TIMES = {"F": "forward_ms", "I": "input_ms", "W": "weight_ms"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindRow:
-    """One kind of layer: milliseconds measured and priced, by op."""
+    """One kind of layer: measured and analytic milliseconds, by op."""
 
     kind: str
     layers: int
     measured_ms: dict[str, float]
     analytic_ms: dict[str, float]
     separate_sum_ms: float = 0.0
-    """What W takes beyond its price where experts' gradients are added in a pass of its own."""
+    """Milliseconds that W takes in addition if experts' weight gradients are accumulated in a separate pass."""
 
     def ratio(self, op: str | None = None) -> float | None:
-        """Measured over analytic time, of one op or of all three; None where the price is nothing."""
+        """Return measured over analytic time of one op, or of all three; None if the analytic time is zero."""
         priced = sum(self.analytic_ms.values()) if op is None else self.analytic_ms[op]
         found = sum(self.measured_ms.values()) if op is None else self.measured_ms[op]
         return found / priced if priced > 1e-6 else None
@@ -49,7 +49,7 @@ class KindRow:
 
 
 def gpu_of(asked: str, device: str) -> str:
-    """The GPU whose prices to take: the one asked for, or the preset that the device's own name holds."""
+    """Return the GPU whose analytic costs to use: the one asked for, or the preset that the device's name contains."""
     from octopipe.costs.cluster.hardware import GPUS
 
     if asked:
@@ -67,7 +67,7 @@ def gpu_of(asked: str, device: str) -> str:
 
 
 def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, micro_batch_size: int) -> list[KindRow]:
-    """One row per kind of layer, in the model's order. Times of a rank alone where the profile has them."""
+    """Return a row per kind of layer, in the model's order; prefers times measured with one rank active."""
     from octopipe.costs.analytic.layer_pricing import Pricing
     from octopipe.costs.analytic.separate_sum import separate_sum_ms
     from octopipe.costs.resolve import resolve_costs
@@ -77,12 +77,12 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
     if priced.num_layers != measured.num_layers:
         raise OctoPipeError(f"{measured.num_layers} layers were measured and {priced.num_layers} are priced")
     names: Sequence[str] = profile.about.get("layers") or list(priced.symbols)
-    # Layers of one name may differ (windows): their analytic price tells them apart.
+    # Layers with the same name may differ (in their attention windows); their analytic time tells them apart.
     keys = [(name, round(float(priced.layer_ms[i]), 9)) for i, name in enumerate(names)]
     rows = []
     assert priced.setup is not None
     pricing = Pricing.of(priced.setup)
-    # The kernel that adds while it multiplies exists for single products and for batches of equal ones.
+    # Kernels that accumulate into the gradient during the GEMM exist for single products and batches of equal ones.
     apart = profile.mode is not None and profile.mode.precision.startswith("bf16")
     for key in dict.fromkeys(keys):
         i = keys.index(key)
@@ -121,7 +121,7 @@ def show(rows: Sequence[KindRow], gpu: str) -> None:
 
 
 def words(rows: Sequence[KindRow]) -> list[str]:
-    """Why prices of experts differ from what torch's kernels take, with numbers."""
+    """Return lines on why analytic costs of experts differ from the times of torch's kernels, with numbers."""
     out = []
     for row in rows:
         if row.separate_sum_ms > 0:

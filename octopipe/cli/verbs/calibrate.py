@@ -1,7 +1,8 @@
-"""`octopipe calibrate RUNS.csv -o my-stack.json`: the rates of your own stack, fitted to your own runs or profiles.
+"""`octopipe calibrate RUNS.csv -o my-stack.json`: fits the rates of your own stack to your own runs or profiles.
 
-Knows: the flags, which files hold what, the table of predicted beside measured, and how well the fit predicts what it
-has not seen. Does not know: how rates are fitted (search/planner/fitting.py) or files are read (costs/runs.py).
+Knows: the flags, which files hold what, the table of predicted beside measured values, and how well the fit predicts
+runs it was not fitted to. Does not know: how rates are fitted (search/planner/fitting.py) or files are read
+(costs/runs.py).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _runs(args: argparse.Namespace, file: str) -> list[SeenRun]:
 
 
 def _layers(args: argparse.Namespace, file: str) -> list[SeenLayer]:
-    """One timed op per kind of layer in a profile of one GPU."""
+    """Return one timed op per op and kind of layer in a profile of one GPU."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import shown
     from octopipe.cli.verbs.against_analytic import gpu_of

@@ -1,4 +1,4 @@
-"""`octopipe check plan.json ...`: everything wrong with plan files, a line each.
+"""`octopipe check plan.json ...`: lists everything that is wrong with plan files, one line each.
 
 Knows: how findings are shown. Does not know: the rules (plan.py) or the deadlock proof (lowering.py).
 """
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _deadlocks(plan: Plan, path: str) -> list[str]:
-    """The lowered program of every channel model must be free of cycles; unit costs are enough to see that."""
+    """Return the deadlocks of the plan under every channel model; unit costs are sufficient to find them."""
     from octopipe.base.errors import DeadlockError
     from octopipe.costs.cluster.hardware import Link
     from octopipe.costs.table import CostTable

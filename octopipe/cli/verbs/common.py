@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from octopipe.costs.table import CostTable
 
 PROFILED = ("images", "encoder_seq", "frozen")
-"""Flags of `octopipe profile` about what an encoder reads and what is trained."""
+"""Flags of `octopipe profile` for an encoder's input and for what is trained."""
 DOES_NOT_FIT = 3
 """Exit code of a verb whose answer is a plan that does not fit in memory."""
 
 
 def of_a_model() -> tuple[str, ...]:
-    """Flags that change nothing where layer times were measured: they are in the times already."""
+    """Return the flags that have no effect on measured layer times, which already include them."""
     from octopipe.costs.cluster.asking import flag_fields
 
     fields = (destination(name, how) for name, how in flag_fields().items() if how.of_a_model)
@@ -50,7 +50,7 @@ def of_a_model() -> tuple[str, ...]:
 
 
 def model_from(args: argparse.Namespace) -> str:
-    """MODEL or --profile."""
+    """Return the value of MODEL or --profile; raise OctoPipeError if both or neither are given."""
     from octopipe.base.errors import OctoPipeError
 
     if getattr(args, "profile", None):
@@ -63,7 +63,7 @@ def model_from(args: argparse.Namespace) -> str:
 
 
 def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
-    """A flag either changes the answer or is refused, such as one that a file of measured times has no use for."""
+    """Raise OctoPipeError for flags that cannot change the answer, such as those that measured times include."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.resolve import resolve_measured
     from octopipe.costs.routing import cannot_change
@@ -107,7 +107,7 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
 
 
 def settle_sizes(args: argparse.Namespace, model: str) -> None:
-    """Fill in what --gpus or a cluster file leaves open, and the micro-batches that a global batch makes."""
+    """Fill in sizes that follow from --gpus or a cluster file, and the number of micro-batches of a global batch."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.cluster.sizes import derived_sizes, micro_batches_of
 
@@ -145,7 +145,7 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
 
 
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
-    """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
+    """Return the cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.cli.verbs.lengths import settle_images, settle_lengths
     from octopipe.costs.resolve import resolve_costs, resolve_spec
@@ -158,7 +158,7 @@ def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     given = setting_from(args)
     given.pop("model")
     if given.get("recompute") == "auto":
-        given["recompute"] = "none"  # the first step of it
+        given["recompute"] = "none"  # "auto" starts without recomputation
     source: Any = model
     if getattr(args, "mtp", False):
         spec = resolve_spec(model)
@@ -169,7 +169,7 @@ def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
 
 
 class PriceFrom:
-    """The costs that the flags describe, under any mode of recomputation."""
+    """A function that returns the costs that the flags describe, under any mode of recomputation."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -179,7 +179,7 @@ class PriceFrom:
 
 
 def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
-    """What a plan file says about itself: `plan.with_extra(**provenance(args, costs))`."""
+    """Return what a plan file stores about its origin; used as `plan.with_extra(**provenance(args, costs))`."""
     from octopipe.plans.setting import carried
 
     out = carried(costs, setting_from(args))
@@ -197,7 +197,7 @@ def micro_batches_from(args: argparse.Namespace) -> int:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout; numbers that are not finite become null."""
+    """Print one JSON object on stdout; numbers that are not finite become null."""
     import msgspec
 
     from octopipe.base.files import plain
@@ -205,7 +205,7 @@ def print_json(value: Any) -> None:
 
     text = json_without_control(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode())
     if not (sys.stdout.encoding or "utf-8").lower().startswith("utf"):
-        # An output without the letter gets JSON's own escape for it, so that what is read back is what was said.
+        # An encoding that lacks a character gets JSON's escape for it, so that readers get the original text.
         text = _escaped(text)
     sys.stdout.write(text + "\n")
 
@@ -217,7 +217,7 @@ def _escaped(text: str) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console for which names of users are text; colour only on a terminal and never with NO_COLOR."""
+    """Return a rich console that prints names literally; colour only on a terminal, never with NO_COLOR."""
     from octopipe.cli.verbs.screen import Screen
 
     return Screen(stderr=stderr)

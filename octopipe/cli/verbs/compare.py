@@ -1,6 +1,6 @@
-"""`octopipe compare MODEL`: every system on one model, best first, a bar per row.
+"""`octopipe compare MODEL`: simulates every system on one model and lists them best first, with a bar per row.
 
-Knows: how a comparison is asked for and shown. Does not know: how it is made (comparison.py).
+Knows: the flags, and how a comparison is shown. Does not know: how it is computed (comparison.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from octopipe.search.comparison import Comparison, Progress, Result
 
 SOLVERS = ("tessel",)
-"""Systems whose search takes the option time_limit_s."""
+"""Systems whose search takes the option `time_limit_s`."""
 BAR = 24
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     costs = costs_from(args)
     own = {}
     if lengths is not None and args.batching in (None, "pad"):
-        # DynaPipe groups sequences by itself: its row has its own micro-batches.
+        # DynaPipe groups sequences itself, so its row has its own micro-batches.
         before.batching = "dynamic"
         before.micro_batch_size = before.seq = None
         theirs = costs_from(before)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(result)
     if result.interrupted:
-        return INTERRUPTED  # or 143, if it was SIGTERM: main knows which signal came
+        return INTERRUPTED  # 130, or 143 for SIGTERM: main replaces the code, since it knows which signal was received
     ran = [r for r in result.results if not r.reason]
     return DOES_NOT_FIT if ran and not any(r.fits for r in ran) else 0
 
@@ -93,7 +93,7 @@ INTERRUPTED = 130
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON cannot hold."""
+    """Return the value with None in place of NaN, which JSON cannot represent."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -103,7 +103,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """A progress bar on stderr, on a terminal only."""
+    """Yield a function that updates a progress bar on stderr, or None if stderr is not a terminal."""
     err = console(stderr=True)
     if not err.is_terminal:
         yield None
@@ -112,7 +112,7 @@ def _progress() -> Iterator[Progress | None]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # No refreshing thread: the workers are forked while the bar is up.
+    # No refresh thread: worker processes are forked while the bar is shown.
     with Bar(*columns, console=err, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("comparing", total=None)
 
@@ -124,7 +124,7 @@ def _progress() -> Iterator[Progress | None]:
 
 
 def show(result: Comparison) -> None:
-    """The table, best first."""
+    """Print the table, best system first."""
     from rich.table import Table
 
     out = console()
@@ -145,7 +145,7 @@ def show(result: Comparison) -> None:
         for title in titles:
             justify: Any = "center" if title == "fits" else "right"
             table.add_column(title, justify=justify, no_wrap=True, min_width=max(len(title), 6))
-        # The bar takes what the numbers leave of the line.
+        # The bar takes the width that the numbers leave on the line.
         room = max(8, min(BAR, out.width - 14 - sum(max(len(t), 6) + 1 for t in titles)))
         table.add_column("", no_wrap=True, min_width=room)
         longest = max(r.step_ms for r in ran)
@@ -182,7 +182,7 @@ def _cells(r: Result, memory: bool) -> list[str]:
 
 
 def _bar(r: Result, longest: float, room: int) -> Text:
-    """As long as the step; its dark part is the share of time the ranks compute."""
+    """Return a bar as long as the step, relative to the longest; its solid part is the share of compute."""
     from rich.text import Text
 
     length = max(1, round(room * r.step_ms / longest)) if longest > 0 else 1

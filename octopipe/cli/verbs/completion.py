@@ -1,6 +1,6 @@
-"""`octopipe completion bash|zsh|fish`: what makes a shell complete verbs, flags, models and systems.
+"""`octopipe completion bash|zsh|fish`: prints a script that completes verbs, flags, models and systems in a shell.
 
-Knows: the three shells, and that everything completed is read off the verbs' own parsers. Does not know: any flag.
+Knows: the three shells, and that everything completed is taken from the verbs' own parsers. Does not know: any flag.
 
     source <(octopipe completion bash)                                  # in ~/.bashrc
     source <(octopipe completion zsh)                                   # in ~/.zshrc
@@ -21,7 +21,7 @@ EPILOG = """activate it:
 
 
 class Flag(NamedTuple):
-    """One way to write a flag, and what may follow it."""
+    """One spelling of a flag, the values it may have (if they are a fixed set), and whether it takes one."""
 
     name: str
     values: tuple[str, ...]
@@ -30,7 +30,7 @@ class Flag(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb's flags, and the words its positional takes beside files."""
+    """A verb's flags, and the words that its positional argument accepts besides files."""
 
     flags: tuple[Flag, ...]
     words: tuple[str, ...]
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def described() -> dict[str, Verb]:
-    """Every verb as its own parser describes it."""
+    """Return all verbs as their own parsers describe them."""
     from octopipe.cli import MODULES, VERBS, parser_of
     from octopipe.models.zoo import names
     from octopipe.search.systems.registry import systems
@@ -109,7 +109,7 @@ def bash(verbs: dict[str, Verb]) -> str:
 
 
 def zsh(verbs: dict[str, Verb]) -> str:
-    """zsh runs bash's function through its own emulation of bash's completion."""
+    """Return the bash script with a header that makes zsh emulate bash's completion."""
     start = "# octopipe: completion for zsh\nautoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
     return start + bash(verbs).split("\n", 1)[1]
 

@@ -1,6 +1,6 @@
-"""`octopipe convert CHECKPOINT --to huggingface|dcp -o FOLDER`: a checkpoint for other tools.
+"""`octopipe convert CHECKPOINT --to huggingface|dcp -o FOLDER`: converts a checkpoint for other tools.
 
-Knows: flags. Does not know: how either is written (training/convert.py).
+Knows: flags. Does not know: how either format is written (training/convert.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`octopipe doctor`: what works on this machine, what does not, and how to fix it.
+"""`octopipe doctor`: reports what works on this machine, what does not, and how to fix it.
 
-Knows: what is looked at without torch, and how findings are shown. Does not know: torch; `runtime/torch_check.py` looks
-at that in a process of its own, so that neither a missing nor a crashing torch stops the rest.
+Knows: what is checked without torch, and how findings are shown. Does not know: torch; `runtime/torch_check.py` checks
+it in a process of its own, so that neither a missing nor a crashing torch stops the rest.
 
-Exit code 0: nothing is broken (what is merely not there is a note); 1: something is.
+Exit code 0: nothing is broken (what is merely missing is a note); 1: something is.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ EXTRAS = {
     "resvg-py": ("png", "export --to png"),
     "megatron-core": ("megatron", "plans inside Megatron-Core"),
 }
-"""Packages, the extra of ours that brings each, and what it is for."""
+"""Optional packages: the extra of octopipe that installs each, and what it is for."""
 OLDEST = {"transformers": (5, 0)}
 TORCH_S = 150.0
-"""The most that looking at torch may take."""
+"""The longest time in seconds that the check of torch may take."""
 FEW_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: str
-    """ok, note (not there, and not needed) or broken."""
+    """"ok", "note" (missing, but not required) or "broken"."""
     found: str
     mend: str = ""
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examined() -> Iterator[Finding]:
-    """Everything that is looked at; a look that fails is a finding, too."""
+    """Run all checks and yield their findings; a check that raises is reported as broken."""
     for check in (python, packages, kernel_compiler, cache, memory, shared_memory, loopback, files, extras, torch):
         try:
             yield from check()
@@ -113,7 +113,7 @@ def packages() -> Iterator[Finding]:
 
 
 def kernel_compiler() -> Iterator[Finding]:
-    """The search's kernels are compiled on first use: one is, here."""
+    """Check that kernels compile and run: simulating a small plan compiles some of them."""
     from octopipe.costs.table import CostTable
     from octopipe.search.systems import build_plan
     from octopipe.simulation.simulator import simulate
@@ -165,7 +165,7 @@ def memory() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Ranks of one host exchange tensors through nameless shared memory; torch's own lies in /dev/shm."""
+    """Check /dev/shm, which torch uses; ranks of one host exchange tensors through unnamed shared memory instead."""
     if not os.path.isdir("/dev/shm"):
         yield Finding(name="shared memory", state=NOTE, found="no /dev/shm on this system")
         return
@@ -215,7 +215,7 @@ def extras() -> Iterator[Finding]:
                 name=name, state=NOTE, found=f"not installed ({use})", mend=f'pip install "octopipe[{extra}]"'
             )
             continue
-        if name == "torch":  # looked at by itself
+        if name == "torch":  # checked separately
             continue
         oldest = OLDEST.get(name)
         old = oldest is not None and tuple(int(x) for x in version.split(".")[:2]) < oldest
@@ -230,7 +230,7 @@ def torch(start: Callable[..., subprocess.CompletedProcess[str]] = subprocess.ru
     try:
         importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return  # said among the extras
+        return  # `extras` reports it
     command = [sys.executable, "-m", "octopipe.runtime.torch_check"]
     try:
         done = start(command, capture_output=True, text=True, timeout=TORCH_S)

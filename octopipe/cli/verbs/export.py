@@ -1,4 +1,4 @@
-"""`octopipe export FILE --to FORMAT -o OUT`: a plan or a timeline in another tool's format.
+"""`octopipe export FILE --to FORMAT -o OUT`: writes a plan or a timeline in another tool's format.
 
 Knows: the formats' names and which of them need costs. Does not know: the formats (export/).
 """
@@ -100,7 +100,7 @@ def _export(args: argparse.Namespace) -> bytes:
 
 
 def say(notes: Iterable[str]) -> None:
-    """What differs between the plan and what was written, on stderr."""
+    """Print notes about differences between the plan and the output on stderr."""
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
 
@@ -123,7 +123,7 @@ def _torchtitan(args: argparse.Namespace) -> int:
 
 
 def _titan_module(args: argparse.Namespace) -> int:
-    """The plan as a config module, its CSV beside it."""
+    """Write the plan as a torchtitan config module, with its CSV next to it."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import write_whole
     from octopipe.plans.file import load_plan
@@ -163,7 +163,7 @@ def _torch_csv(args: argparse.Namespace) -> bytes:
 
 
 def _installed_torch() -> str:
-    """The version of the PyTorch in this environment, else the newest whose schedules are known."""
+    """Return the version of the installed PyTorch, or the newest version whose schedules are known."""
     from importlib.metadata import PackageNotFoundError, version
 
     from octopipe.views.export.pytorch import ACTIONS_SINCE

@@ -1,7 +1,7 @@
-"""Flags that several verbs have: a model, and one flag for every field of the set-up.
+"""Flags that several verbs share: a model, and one flag for every field of the set-up.
 
 Knows: argparse, and how a field of `Setup` becomes a flag. Does not know: which fields there are
-(costs/cluster/setup.py) or any verb. A flag that is left out is None: it never stands for a default.
+(costs/cluster/setup.py) or any verb. A flag that is not given is None, never a default value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def of_kind(kind: Kind) -> Callable[[str], Any]:
-    """An argparse type: a text that spells a value of this kind."""
+    """Return an argparse type that parses a value of this kind."""
     from octopipe.base.errors import OctoPipeError
 
     def value_of(text: str) -> Any:
@@ -28,21 +28,21 @@ def of_kind(kind: Kind) -> Callable[[str], Any]:
 
 
 def whole_number(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
+    """Parse a whole number of at least 1 (an argparse type)."""
     from octopipe.costs.cluster.fields import Whole
 
     return int(of_kind(Whole())(text))
 
 
 def non_negative(text: str) -> float:
-    """An argparse type: a finite number of at least 0."""
+    """Parse a finite number of at least 0 (an argparse type)."""
     from octopipe.costs.cluster.fields import Number
 
     return float(of_kind(Number())(text))
 
 
 def width_factor(text: str) -> float:
-    """An argparse type: a number above 0 and at most 1."""
+    """Parse a number above 0 and at most 1 (an argparse type)."""
     value = non_negative(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a number above 0 and at most 1")
@@ -50,14 +50,14 @@ def width_factor(text: str) -> float:
 
 
 def number_list(text: str) -> list[float]:
-    """An argparse type: numbers > 0 separated by commas."""
+    """Parse numbers above 0, separated by commas (an argparse type)."""
     from octopipe.costs.cluster.fields import Numbers
 
     return list(of_kind(Numbers())(text))
 
 
 def seed_number(text: str) -> int:
-    """An argparse type: the start of random numbers."""
+    """Parse a random seed (an argparse type)."""
     from octopipe.base.limits import MAX_SEED
 
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
@@ -66,7 +66,7 @@ def seed_number(text: str) -> int:
 
 
 def flag_of(name: str) -> str:
-    """A flag as its user writes it."""
+    """Return a flag as users write it."""
     return "--" + name.replace("_", "-")
 
 
@@ -74,7 +74,7 @@ def flag_of(name: str) -> str:
 
 
 def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
-    """The flag of one field. `says_default`: whether its help says what holds where it is left out."""
+    """Add the flag of one field. `says_default`: whether its help states the value used if the flag is not given."""
     from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
 
@@ -97,12 +97,12 @@ def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
 
 
 def destination(name: str, how: Asked) -> str:
-    """Where argparse keeps a field's flag."""
+    """Return the attribute in which argparse stores a field's flag."""
     return how.flag or name
 
 
 def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
-    """The flags of all fields of these parts, or of all parts."""
+    """Add the flags of all fields in the named parts of the set-up, or in all parts."""
     from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
@@ -111,24 +111,24 @@ def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_def
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
+    """Return the flags as provenance for `plan.extra["setting"]`, sufficient to compute the plan's costs again."""
     from octopipe.costs.cluster.asking import keyword_fields
 
     out: dict[str, Any] = {"model": args.model}
     for name, how in keyword_fields().items():
         value = getattr(args, destination(name, how), None)
         if value is not None:
-            # A file may be gone when the plan is priced again: what it says is kept.
+            # A file may be gone when the plan's costs are computed again, so its content is stored.
             out[name] = how.kind.told(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
     return out
 
 
-# -- the flags around it ----------------------------------------------------------------------------------------------
+# -- other flags ------------------------------------------------------------------------------------------------------
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False, runs: bool = False) -> None:
-    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json. A model that `runs` has layers, not
-    only times."""
+    """Add MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json. With `runs`, a model that can
+    be run: a file of times is not enough."""
     what = "a preset (`octopipe models`), a layer-times or config.json file"
     if runs:
         what = "a preset (`octopipe models`), a Hugging Face config.json, or the folder of such a model"
@@ -140,7 +140,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = F
 
 
 def add_hardware_arguments(parser: Any) -> None:
-    """Which GPUs: a kind and a number, or a file of unequal nodes."""
+    """Add the flags for the GPUs: a kind and a number, or a file of unequal nodes."""
     add_fields(parser, "hardware")
     parser.add_argument(
         "--gpus",
@@ -151,13 +151,13 @@ def add_hardware_arguments(parser: Any) -> None:
 
 
 def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
-    """How much is trained per step."""
+    """Add the flags for what is trained per step."""
     parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step over all pipelines")
     add_fields(parser, "batch", without=() if micro_batches else ("micro_batches", "micro_batch_size"))
 
 
 def add_length_arguments(parser: Any) -> None:
-    """Sequences of different length and how micro-batches are made of them."""
+    """Add the flags for sequences of different lengths, and for how they are grouped into micro-batches."""
     parser.add_argument(
         "--lengths", metavar="FILE", help="sequence lengths of one step, one per line or as a JSON list"
     )
@@ -171,13 +171,15 @@ def add_length_arguments(parser: Any) -> None:
 
 
 def add_training_arguments(parser: Any) -> None:
-    """How state, precision and activations are kept."""
+    """Add the flags for optimizer state, precision and activations."""
     add_fields(parser, "training")
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
-    """The flags that describe ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so argparse does
-    not ask for it. `split_backward`: whether the verb's user chooses how the backward runs; else the flag is hidden."""
+    """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so it is not required.
+
+    `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden.
+    """
     group = parser.add_argument_group("set-up")
     add_fields(group, "size")
     add_hardware_arguments(group)

@@ -1,6 +1,6 @@
-"""`octopipe gpus`: the GPU presets, what they can do, and whether published runs calibrate them.
+"""`octopipe gpus`: lists the GPU presets, their performance, and whether published runs calibrate them.
 
-Knows: how GPUs are listed. Does not know: where the figures come from (cluster.py).
+Knows: how GPUs are listed. Does not know: where the figures come from (costs/cluster/hardware.py).
 """
 
 from __future__ import annotations

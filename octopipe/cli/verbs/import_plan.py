@@ -1,7 +1,7 @@
-"""`octopipe import FILE|STRING -o plan.json`: what PyTorch, torchtitan or Megatron run today, as a plan.
+"""`octopipe import FILE|STRING -o plan.json`: converts a schedule of PyTorch, torchtitan or Megatron to a plan.
 
-Knows: how to tell a schedule CSV from a Megatron text and both from a recording of layer times, which becomes a
-profile. Does not know: any of them (readers/, foreign_plan.py, foreign_times.py).
+Knows: how to tell apart a schedule CSV, a Megatron text, and a recording of layer times, which becomes a profile. Does
+not know: any of these formats (readers/, foreign_plan.py, foreign_times.py).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recorded(args: argparse.Namespace) -> Profile | None:
-    """The profile, where SOURCE is a recording of layer times."""
+    """Return a profile if SOURCE is a recording of layer times, else None."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.foreign_times import KINDS, kind_of_file, load_foreign_profile
     from octopipe.costs.resolve import resolve_costs
@@ -222,7 +222,7 @@ def _torch(args: argparse.Namespace, text: str, where: str) -> ForeignPlan:
 
 
 def _costs(args: argparse.Namespace, pp: int) -> CostTable | None:
-    """The model's layers, where a model was named; what else was given is kept with the plan and prices it later."""
+    """Return the costs of the model, if one was named; other cost flags are stored in the plan for later."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.resolve import resolve_costs
 
@@ -231,4 +231,4 @@ def _costs(args: argparse.Namespace, pp: int) -> CostTable | None:
         if setting:
             raise OctoPipeError(f"--{next(iter(setting)).replace('_', '-')} prices a model; give --model, too")
         return None
-    return resolve_costs(args.model, pp=pp)  # its layers are all that is asked of it here
+    return resolve_costs(args.model, pp=pp)  # only its layers are needed here

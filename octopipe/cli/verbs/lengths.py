@@ -1,4 +1,4 @@
-"""Sequences of different length or with different numbers of images: the micro-batches that they make.
+"""Micro-batches of sequences that differ in length or in their number of images.
 
 Knows: which flags say how sequences become micro-batches, and what they exclude. Does not know: how sequences are
 padded, packed or grouped (models/lengths.py, search/batching.py).
@@ -12,7 +12,10 @@ from octopipe.cli.verbs.flags import flag_of, setting_from
 
 
 def settle_images(args: argparse.Namespace) -> None:
-    """The numbers of images of a step's sequences, in `args.images`: read from their file, and counted."""
+    """Set `args.images` to the number of images of every sequence in a step, read from their file, or to one number.
+
+    Without other sizes, the sequences in the file also determine the number of micro-batches.
+    """
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.cluster.item_counts import ItemCounts
 
@@ -37,8 +40,8 @@ def settle_images(args: argparse.Namespace) -> None:
 
 
 def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:
-    """The micro-batches that a file of lengths makes, in `args.micro_batch_lengths`; of several pipelines' those of the
-    one that has most to do. `batching` overrules the flags."""
+    """Set `args.micro_batch_lengths` to the micro-batches that a file of lengths makes. With several pipelines, they
+    are those of the pipeline with the most work. `batching` overrides the flags."""
     from octopipe.base.errors import OctoPipeError
 
     how = batching or getattr(args, "batching", None)

@@ -1,4 +1,4 @@
-"""`octopipe models [NAME]`: the presets, or one model layer by layer.
+"""`octopipe models [NAME]`: lists the presets, or one model layer by layer.
 
 Knows: how models are listed. Does not know: their sizes (zoo.py).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octopipe.models.spec import ModelSpec
 
 NAMES = {"mlp": "MLP", "moe": "MoE", "mamba1": "Mamba", "mamba2": "Mamba", "mtp": "multi-token prediction"}
-"""Kinds whose name in a legend is not the kind's own words."""
+"""Names in the legend for layer kinds that are not shown under their own name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def _list(args: argparse.Namespace) -> int:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("model", "params", "layers", "hidden"):
         table.add_column(title, justify="left" if title == "model" else "right", no_wrap=True)
-    # What is left of the line shows how layers alternate; `models NAME` shows the whole pattern.
+    # The rest of the line shows how layers alternate; `models NAME` shows the whole pattern.
     room = out.width - 24 - 3 * 11
     table.add_column("pattern", no_wrap=True)
     for s in specs:
@@ -81,7 +81,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def legend(specs: Iterable[ModelSpec]) -> dict[str, str]:
-    """Every letter of the models' patterns, and what it stands for."""
+    """Return what every letter of the models' patterns stands for."""
     found: dict[str, dict[str, None]] = {}
     for layer in dict.fromkeys(layer for spec in specs for layer in spec.layers):
         found.setdefault(layer.symbol, {})[_words(layer)] = None
@@ -97,7 +97,7 @@ def _words(layer: Layer) -> str:
 
 
 def _legend(out: Console, specs: Iterable[ModelSpec]) -> None:
-    """The letters on as many lines as they need, broken between letters only."""
+    """Print the letters on as many lines as they need, without breaking an entry."""
     lines = [""]
     for symbol, words in legend(specs).items():
         entry = f"{symbol} {words}"

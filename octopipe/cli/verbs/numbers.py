@@ -1,13 +1,13 @@
-"""The numbers that several verbs print about one plan, each defined once, with its name in words and in JSON.
+"""The numbers that several verbs print about a plan, each defined once, with its name in words and in JSON.
 
 Knows:
-- the *step* (`step_ms`): from the first op to the end of everything, gradient reduction and optimizer included; the
-  *pipeline* (`makespan_ms`): from the first op's start to the last op's end. They are equal where the costs hold
-  neither a reduction nor an optimizer;
-- the *lower bound* (`lower_bound_ms`) and the class of plans it holds for (`bound_of`): the one a tuned plan carries
-  where it is priced with its own costs, else that of the smallest class the plan belongs to;
-- the same step *with contention* (`contended_step_ms`, `contended_makespan_ms`), where the costs are a profile measured
-  on ranks that share a device: `step_ms` takes every op as long as it takes while all ranks work.
+- the *step* (`step_ms`): from the start of the first op to the end of everything, gradient reduction and optimizer
+  included; the *pipeline* (`makespan_ms`): from the start of the first op to the end of the last one. They are equal if
+  the costs contain neither a reduction nor an optimizer;
+- the *lower bound* (`lower_bound_ms`) and the class of plans it holds for (`bound_of`): the bound that a tuned plan
+  carries, if it is priced with its own costs, else that of the smallest class to which the plan belongs;
+- the same step *with contention* (`contended_step_ms`, `contended_makespan_ms`), if the costs are a profile measured on
+  ranks that share a device: for `step_ms` every op takes as long as while all ranks are busy.
 
 Does not know: how any of them is computed.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def after_words(timeline: Timeline) -> str:
-    """What the step has beside its pipeline; empty where it has nothing."""
+    """Return words on what the step contains in addition to its pipeline; empty if there is nothing."""
     after = timeline.step_ms - timeline.makespan_ms
     if after <= 1e-9 * timeline.step_ms:
         return ""
@@ -37,13 +37,13 @@ def after_words(timeline: Timeline) -> str:
 
 
 class PlanBound(NamedTuple):
-    """A lower bound on the step time and the plans it holds for."""
+    """A lower bound on the step time, and the class of plans for which it holds."""
 
     ms: float
     plans: PlanClass
 
     def words(self, step_ms: float) -> str:
-        """`lower bound 146.7 ms for plans that hold each layer once and may recompute (3.1 % above it)`."""
+        """Return e.g. `lower bound 146.7 ms for plans that hold each layer once and may recompute (3.1 % above it)`."""
         over = f" ({100 * max(step_ms / self.ms - 1, 0.0):.1f} % above it)" if self.ms > 0 and step_ms > 0 else ""
         return f"lower bound {milliseconds(self.ms)} for {self.plans.words}{over}"
 
@@ -52,7 +52,7 @@ class PlanBound(NamedTuple):
 
 
 def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
-    """The bound a plan carries where these are its own costs, else the strongest of the class it belongs to."""
+    """Return the bound in the plan if `costs` are its own, else that of the smallest class that includes it."""
     from octopipe.plans.setting import COSTS
     from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 
@@ -64,14 +64,14 @@ def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
     moved = any(stage.offload for stage in plan.stages)
     plans = named or PlanClass(copies=bool(plan.replicas()), cuts_head=bool(plan.shards()), offloads=moved)
     if plan.edges and not plan.shards():
-        return PlanBound(0.0, plans)  # no bound is proven for paths that fork for another reason than a cut head
-    # A bound that is met exactly may come out a rounding error above.
+        return PlanBound(0.0, plans)  # no bound is proven for paths that fork, unless they fork because of a split head
+    # Rounding may put the bound slightly above the step time of a plan that attains it.
     found = lower_bound(costs, plan.num_ranks, plan.num_micro_batches, *plans).ms
     return PlanBound(min(found, step_ms) if found <= step_ms * (1 + 1e-9) else found, plans)
 
 
 def exchange_words(timeline: Timeline) -> str:
-    """How long experts exchange tokens, and how much of that the plan hides; "" where nothing is exchanged."""
+    """Return words on how long experts exchange tokens and how much of that is hidden; "" if there is no exchange."""
     if timeline.exchange.total_ms <= 0:
         return ""
     share = 100 * timeline.exchange.share
@@ -81,7 +81,10 @@ def exchange_words(timeline: Timeline) -> str:
 
 
 def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float | None:
-    """The plan's step if every expert rank got the same tokens; None where that was priced anyway."""
+    """Return the plan's step time if all expert ranks got equally many tokens.
+
+    None if the costs already assume that, or if MODEL's costs cannot be computed without the imbalance.
+    """
     from dataclasses import replace
 
     from octopipe.costs.resolve import costs_of_setup, resolve_measured, resolve_spec
@@ -104,7 +107,7 @@ def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float |
 
 
 def uneven_words(even_ms: float | None, step_ms: float) -> str:
-    """What uneven routing costs; "" where nobody asked."""
+    """Return words on the cost of uneven routing; "" if it was not computed."""
     if even_ms is None:
         return ""
     costs = f"Uneven routing costs {100 * (1 - even_ms / step_ms):.1f} % of the step"
@@ -112,7 +115,7 @@ def uneven_words(even_ms: float | None, step_ms: float) -> str:
 
 
 def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "directed") -> Timeline | None:
-    """The timeline with contention, where MODEL is a profile measured on ranks that slow each other down."""
+    """Return the timeline with contention; None unless MODEL is a profile of ranks that slow each other down."""
     profile = _profile_of(model)
     if profile is None or profile.costs.num_layers != plan.num_layers or channel == "blocking":
         return None
@@ -129,7 +132,7 @@ def contended_numbers(timeline: Timeline | None) -> dict[str, float]:
 
 
 def predicted_numbers(plan: Plan, profile: Profile, predicted: Timeline) -> dict[str, float]:
-    """A run's prediction by the names that `simulate` gives it: with contention, and with all ranks always at work."""
+    """Return a run's prediction under `simulate`'s names: with contention, and with all ranks always busy."""
     from octopipe.simulation.simulator import simulate
 
     plain = simulate(plan, profile.costs)
@@ -137,7 +140,7 @@ def predicted_numbers(plan: Plan, profile: Profile, predicted: Timeline) -> dict
 
 
 def without_contention_words(numbers: Mapping[str, float]) -> str:
-    """What tells a prediction with contention from the number that `simulate` prints first; empty where they agree."""
+    """Return how the prediction with contention differs from what `simulate` prints first; "" if they agree."""
     plain = numbers["makespan_ms"]
     if abs(plain / numbers["contended_makespan_ms"] - 1) <= 1e-6:
         return ""
@@ -169,20 +172,20 @@ def _profile_of(model: str | None) -> Any:
             return None
         profile = load_profile(model)
     except (OSError, OctoPipeError):
-        return None  # whoever reads it for good says what is wrong with it
+        return None  # the code that needs the file reports what is wrong with it
     plain = not profile.partial and profile.op_overhead_ms == 0 and profile.fused_factor == 1
     return None if plain else profile
 
 
 def model_of_plan(plan: Plan) -> str | None:
-    """The model that a plan's setting names."""
+    """Return the model that a plan's setting names, if any."""
     setting = plan.extra.get("setting")
     name = setting.get("model") if isinstance(setting, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def path_words(plan: Plan) -> str:
-    """The ranks that a micro-batch passes where its path forks or joins: `path by rank: 0 > 1 > (0 1 2 3) > 2`."""
+    """Return the ranks that a micro-batch passes if its path forks or joins, e.g. `0 > 1 > (0 1 2 3) > 2`, else ""."""
     from octopipe.plans.paths import levels
 
     if not plan.edges:

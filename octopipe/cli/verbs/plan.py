@@ -1,4 +1,4 @@
-"""`octopipe plan MODEL --gpus N --gpu KIND --global-batch B`: how to split a model over a whole cluster.
+"""`octopipe plan MODEL --gpus N --gpu KIND --global-batch B`: finds how to split a model over a whole cluster.
 
 Knows: the flags and what is written. Does not know: how splits are found (octopipe/search/planner/) or shown
 (plan_answer.py).
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from octopipe.search.planner.search import Found
 
 SEARCHING = 0.85
-"""Share of the budget that the search gets where files are written besides."""
+"""Share of the budget that the search gets if files are written as well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ PUBLISHED = ("alpa", "dapple", "metis", "mist")
 
 
 def _systems(text: str) -> tuple[str, ...]:
-    """An argparse type: who plans."""
+    """Parse the names of planning systems (an argparse type)."""
     known = ("octopipe", *PUBLISHED)
     names = known if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
@@ -135,7 +135,7 @@ def _systems(text: str) -> tuple[str, ...]:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
+    """Parse a finite number above 0 (an argparse type)."""
     value = non_negative(text)
     if value < 1e-6:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is too small; give a number > 0")
@@ -143,7 +143,7 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """An argparse type: a share between 0 and 1."""
+    """Parse a share of at least 0 and below 1 (an argparse type)."""
     try:
         value = float(text)
     except ValueError:
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import FIXABLE, parse_split
 
-    # The budget counts from the command's start, Python's own start included.
+    # The budget counts from the command's start, including the start of Python.
     began = process_began() if sys.argv[1:2] == ["plan"] else time.monotonic()
     folder = _folder(args.output)
     args.output = str(folder / "plan.json") if folder is not None else args.output
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
                 today=parse_split(args.today) if args.today else None,
                 runtime=RUNTIMES[args.runtime],
                 recompute=args.recompute or "auto",
-                # The picture of other numbers of GPUs needs a share of the same time.
+                # The prediction for other numbers of GPUs needs a share of the same time.
                 budget_s=args.budget * (SEARCHING if args.output or args.page else 1.0),
                 began=began,
                 margin=args.margin,
@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_plan(args: argparse.Namespace, plan: Plan | None, record: dict[str, Any]) -> None:
-    """The plan file that -o asks for and the page that --page asks for."""
+    """Write the plan file requested with -o and the page requested with --page."""
     from octopipe.base.files import write_whole
     from octopipe.plans.file import plan_to_json, save_plan
 
@@ -249,7 +249,7 @@ def _write_plan(args: argparse.Namespace, plan: Plan | None, record: dict[str, A
 
 
 def _folder(output: str | None) -> Path | None:
-    """The folder that -o names, made where it is not there; None where it names a file."""
+    """Return the folder that -o names, creating it if necessary; None if -o names a file."""
     from octopipe.base.errors import OctoPipeError
 
     if not output or not (output.endswith(("/", os.sep)) or os.path.isdir(output)):
@@ -262,7 +262,7 @@ def _folder(output: str | None) -> Path | None:
 
 
 def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, str], reasons: Reasons) -> None:
-    """The script, the Slurm file and the page beside the plan."""
+    """Write the launch script, the Slurm file and the README next to the plan."""
     from octopipe.base.files import write_whole
     from octopipe.cli.verbs.plan_answer import changes, why_words
     from octopipe.search.planner.launch import launch_of
@@ -281,12 +281,15 @@ STACKS = {
     "torchtitan": ("torchtitan",),
     "torch": ("plain-torch",),
 }
-"""Whose rates a runtime has where nobody names a stack, the newest first; the others have the default's."""
+"""The stacks of each runtime if no stack is named, newest first; other runtimes use the default stack."""
 
 
 def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Stack | None:
-    """The stack that was asked for; else the newest of the runtime that was fitted on runs of this GPU generation and
-    precision, or its first where none was and it is the only one."""
+    """Return the stack that was asked for, else the runtime's newest that was fitted on this GPU generation and
+    precision.
+
+    If none was, a runtime with only one stack gets that one, and others get None.
+    """
     from octopipe.costs.analytic.calibration import stack_named, stacks_on
 
     if asked is not None:
@@ -298,7 +301,7 @@ def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Sta
 
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
-    """Model, set-up without sizes, and the number of GPUs."""
+    """Return the model, the set-up without sizes, and the number of GPUs."""
     from dataclasses import replace
 
     from octopipe.base.errors import OctoPipeError
@@ -334,7 +337,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
     base = Setup(**{"seq": default_seq(spec), **given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
-    if len(base.images) > 1:  # which sequences form a micro-batch is what is looked for: all count as the mean one
+    if len(base.images) > 1:  # micro-batches are not known before the search: every sequence gets the mean
         args.images = sum(base.images) / len(base.images)
         base = replace(base, images=(args.images,))
     return *settled(spec, base), gpus
@@ -349,7 +352,7 @@ def _record(
     seconds: float,
     lines: dict[str, str],
 ) -> dict[str, Any]:
-    """What the panel of a report and the page draw."""
+    """Return the data shown in the panel of a report and on the page."""
     from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.runtimes import RUNTIMES
@@ -368,7 +371,7 @@ def _record(
 
 
 def _write_why(path: str, found: Found, reasons: Reasons) -> None:
-    """The picture of where the time goes."""
+    """Write the picture of where the time of a step goes."""
     from octopipe.base.files import write_whole
     from octopipe.views.report.cluster import short
     from octopipe.views.report.why_picture import why_svg

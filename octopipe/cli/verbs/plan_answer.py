@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 BY = {"estimated": "est.", "interleaved": "inter", "interleaved-overlap": "inter+ep"}
-"""How a row was found, briefly; +ep: with the experts' exchange behind computation."""
+"""Short names of how a row was found; +ep: with the experts' exchange hidden behind computation."""
 
 
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
-    """The answer as one JSON object."""
+    """Return the answer as one JSON object."""
     from octopipe.search.planner.errors import expected_error
     from octopipe.search.planner.predictions import placement
 
@@ -81,7 +81,7 @@ def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[st
 
 
 def economy_of(args: argparse.Namespace, found: Found) -> dict[str, Any]:
-    """Failures, money and energy of the winner, as far as they were asked for."""
+    """Return effects of failures, cost and energy for the selected split, as far as the flags ask for them."""
     from octopipe.search.planner.economy import Economy
 
     best = found.best
@@ -100,7 +100,7 @@ def economy_words(args: argparse.Namespace, found: Found) -> list[str]:
 
 
 def reasons_of(found: Found, spec: ModelSpec) -> Reasons:
-    """Where the winner's time goes, and today's."""
+    """Return where the time of a step goes, for the selected split and today's."""
     from octopipe.search.planner.why import why
 
     found_today = {} if found.today is None else {"today": why(found.today, spec)}
@@ -108,7 +108,7 @@ def reasons_of(found: Found, spec: ModelSpec) -> Reasons:
 
 
 def why_words(reasons: Reasons) -> list[str]:
-    """Where the time of a step goes, and what the winner saves."""
+    """Return sentences on where the time of a step goes, and what the selected split saves."""
     from octopipe.search.planner.why import difference_words
 
     best, today = reasons.get("best"), reasons.get("today")
@@ -119,7 +119,7 @@ def why_words(reasons: Reasons) -> list[str]:
 
 
 def show_why(reasons: Reasons) -> None:
-    """The parts of a step as a table, the winner beside today's."""
+    """Print the parts of a step as a table, the selected split beside today's."""
     from rich.table import Table
 
     known = {name: why for name, why in reasons.items() if why is not None}
@@ -146,7 +146,7 @@ def _with(size: int, by: int) -> str:
 
 
 def show_table(args: argparse.Namespace, found: Found) -> None:
-    """The splits, best first, and how much of the space was looked at."""
+    """Print the splits, best first, and how many of them were evaluated."""
     from rich.table import Table
 
     from octopipe.search.planner.errors import errors_in_words, expected_error
@@ -190,7 +190,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
 
 
 def experts_words(best: Candidate) -> list[str]:
-    """How much of the experts' exchange the winner hides, and what uneven routing costs it."""
+    """Return words on how much of the experts' exchange the selected split hides, and what uneven routing costs it."""
     from octopipe.search.planner.pricing import evenly_routed_ms
 
     words = "" if best.timeline is None else exchange_words(best.timeline)
@@ -198,7 +198,7 @@ def experts_words(best: Candidate) -> list[str]:
 
 
 def rates_words(setup: Setup) -> str:
-    """Which stack's rates the numbers assume, and how far they were from runs."""
+    """Return a sentence on which stack's rates the numbers assume, and on their errors against measured runs."""
     from octopipe.costs.analytic.calibration import is_calibrated, stack_named, stacks_on
 
     stack = stack_named(setup.stack)
@@ -217,7 +217,7 @@ def rates_words(setup: Setup) -> str:
 
 
 def changes(found: Found) -> list[str]:
-    """The winner in words, beside what runs today."""
+    """Return sentences about the selected split, and its comparison with the split that runs today."""
     from octopipe.search.planner.predictions import placement_words
 
     best, today = found.best, found.today
@@ -241,7 +241,7 @@ def changes(found: Found) -> list[str]:
     fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"
     gain = today.step_ms / best.step_ms - 1.0
     verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
-    if gain < -0.0005:  # where sizes are fixed that today's split does not have
+    if gain < -0.0005:  # if sizes are fixed to values that differ from today's split
         verdict = f"{100 * (best.step_ms / today.step_ms - 1.0):.1f} % slower than today's"
     out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
     names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
@@ -262,7 +262,7 @@ def changes(found: Found) -> list[str]:
 
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
-    """The plan's set-up, and the keywords that price it again."""
+    """Return the plan's set-up, and the keywords from which its costs can be computed again."""
     from octopipe.costs.cluster.asking import keyword_fields
     from octopipe.plans.setting import carried
 

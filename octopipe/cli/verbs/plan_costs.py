@@ -1,7 +1,7 @@
-"""Flags that price plan files, shared by the verbs report and export.
+"""Flags for the costs of plan files, shared by the verbs report and export.
 
-Knows: that a plan file usually says itself what it is about (its "setting"), so every flag is optional and
-overrules the file. Does not know: how costs are found (report/load.py).
+Knows: that a plan file usually states its own setting (its "setting"), so every flag is optional and overrides the
+file. Does not know: how costs are found (report/load.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given."""
+    """Return the flags that were given."""
     given = setting_from(args)
     return {name: value for name, value in given.items() if value is not None}

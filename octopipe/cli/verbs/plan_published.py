@@ -1,4 +1,4 @@
-"""`octopipe plan --system alpa,mist,...`: what published systems make of the same cluster, side by side.
+"""`octopipe plan --system alpa,mist,...`: the plans of published systems for the same cluster, side by side.
 
 Knows: how their arrangements are shown, written and compared with our own search. Does not know: how they are found
 (octopipe/search/planner/published/).
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from octopipe.search.planner.search import Found
 
 THEIR_SIZES = ("tp", "zero")
-"""Sizes that may be fixed for systems that choose the rest per stage."""
+"""Sizes that may be fixed for published systems, which choose all others per stage."""
 
 
 def refuse_idle(args: argparse.Namespace) -> None:
-    """A flag either changes the answer or is refused."""
+    """Raise OctoPipeError for flags that have no effect on published systems."""
     from octopipe.base.errors import OctoPipeError
 
     for name in ("cp", "ep", "etp", "pp", "dp", "vp", "hsdp", "micro_batch_size"):
@@ -53,7 +53,7 @@ def run_published(
     found: Found | None,
     unfit: str = "",
 ) -> int:
-    """Plan with every named system; the fastest is written. `unfit`: why our own search found nothing."""
+    """Plan with every named system, and write the fastest plan. `unfit`: why our own search found nothing."""
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.search.planner.published import plan_by
 
@@ -75,7 +75,7 @@ def run_published(
             )
         except DoesNotFitError as error:
             reasons[name] = str(error).removeprefix(f"{name}: ")
-        except KeyboardInterrupt:  # what is finished is shown; the exit code says that it is not all
+        except KeyboardInterrupt:  # show what is finished; the exit code says that it is incomplete
             if not plans and found is None:
                 raise
             reasons |= {left: "interrupted before its end" for left in names if left not in plans}
@@ -101,7 +101,7 @@ def _write(args: argparse.Namespace, found: Found | None, best: SystemPlan | Non
     if found is not None and found.best.plan is not None:
         save_plan(found.best.plan.with_extra(**provenance_of(args, found.best)), args.output)
     elif best is not None:
-        # Stages of unequal meshes have no set-up that names their costs: the plan carries them.
+        # No single set-up describes stages with different meshes, so the plan stores its costs.
         costs = record_of(best.costs)
         save_plan(best.plan.with_extra(cost_table=costs, step_ms=best.step_ms), args.output)
 
@@ -175,7 +175,7 @@ def _show(
 
 
 def _stage_lines(plan: SystemPlan) -> list[str]:
-    """The stages in words; neighbours on like meshes in one line."""
+    """Return the stages in words; consecutive stages with equal meshes share one line."""
     out: list[str] = []
     alike: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""`octopipe profile MODEL --device cuda|cpu --nproc N -o profile.json`: measure a model's layers on this machine.
+"""`octopipe profile MODEL --device cuda|cpu --nproc N -o profile.json`: measures a model's layers on this machine.
 
-Knows: its flags, what a profile needs to be run again (`recipe`), and how its progress is shown. Does not know: how
+Knows: its flags, what is needed to repeat a profile (`recipe`), and how its progress is shown. Does not know: how
 layers are measured (runtime/measure/profiler.py), or what that takes (runtime/measure/forecast.py).
 """
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 LONG_S = 60.0
-"""A profile that takes longer is announced, with what would be quicker."""
+"""Seconds above which a line with the expected duration, and faster alternatives, is printed first."""
 WARM_UP = 3
 LEAST_NAME = 6
-"""Letters of a layer's name in the narrowest table."""
+"""Characters of a layer's name in the narrowest table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def long_line(work: Workload, args: argparse.Namespace, expected_s: float) -> str:
-    """A word before a profile that takes long, and what would be quicker."""
+    """Return a line that announces a long profile and suggests faster alternatives."""
     from octopipe.models.spec import ModelSpec
 
     spec = work.spec
@@ -172,7 +172,7 @@ def long_line(work: Workload, args: argparse.Namespace, expected_s: float) -> st
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[Any], None]]:
-    """Progress on stderr: a bar on a terminal, else a line now and then."""
+    """Yield a function that shows progress on stderr: a bar on a terminal, else a line every `LINE_EVERY_S` seconds."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         told = [time.monotonic()]
@@ -189,7 +189,7 @@ def progress(title: str) -> Iterator[Callable[[Any], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    # No refreshing thread: ranks may be forked while the bar is up.
+    # No refresh thread: ranks may be forked while the bar is shown.
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(title, total=1.0)
 
@@ -203,7 +203,7 @@ def progress(title: str) -> Iterator[Callable[[Any], None]]:
 
 
 def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
-    """What an encoder reads and what is frozen, where the flags say so; a profile counts the mean of the images."""
+    """Return the flags on encoder input, frozen layers and multi-token prediction; images as their mean."""
     from octopipe.costs.cluster.item_counts import ItemCounts
 
     out: dict[str, Any] = {}
@@ -219,13 +219,13 @@ def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def absolute(name: str) -> str:
-    """A path as it is found from anywhere; a preset's name stays."""
+    """Return an absolute path for a name that exists as a path; other names (presets) stay unchanged."""
     return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def workload_of(recipe: dict[str, Any]) -> Workload:
-    """The model a recipe names, shrunk as it says, with the size of its micro-batches."""
-    own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
+    """Return the model that a recipe names, scaled as it says, with the size of its micro-batches."""
+    own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes always used our own layers
     name = str(recipe.get("model", ""))
     scale = recipe.get("scale")
     asked, device = tuple(recipe.get("kernels") or ()), str(recipe.get("device", "cpu"))
@@ -245,7 +245,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         from octopipe.runtime.measure.trial import Workload
     precision, dtype = recipe.get("precision"), recipe.get("dtype")
     if "precision" not in recipe and dtype == "bfloat16":
-        precision, dtype = "bf16", None  # what a profile of bfloat16 was before there were main gradients
+        precision, dtype = "bf16", None  # older profiles in bfloat16 had no main gradients
     return Workload(
         spec=spec,
         tokens=int(recipe["tokens"]),
@@ -260,7 +260,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
 
 
 def _planned(work: Workload, name: str) -> ModelSpec:
-    """The layers as the analytic model prices them."""
+    """Return the layers in the form that the analytic cost model takes; raise OctoPipeError if there is none."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.spec import ModelSpec
@@ -276,7 +276,7 @@ def _planned(work: Workload, name: str) -> ModelSpec:
 
 
 def extrapolated(profile: Profile, spec: ModelSpec, seq: int, to_seq: int, to_tp: int) -> Profile:
-    """Measured costs scaled, layer by layer, by what the analytic model says of another length and TP size."""
+    """Return the profile with every layer's costs scaled by the analytic ratio between the two lengths and TP sizes."""
     import numpy as np
 
     from octopipe.costs.resolve import resolve_costs
@@ -343,7 +343,7 @@ def _show(profile: Profile, output: str) -> None:
             f"{costs.static_bytes[i] / mib:.1f}",
         )
         rows.append(row)
-    # Names give way where a line is narrow; a number that is cut is a wrong number.
+    # On a narrow line names are shortened, but never numbers: a truncated number is a wrong number.
     widths = [max(len(title), *(len(row[k]) for row in rows)) for k, title in enumerate(titles, 1)]
     room = max(LEAST_NAME, out.width - sum(width + 1 for width in widths) - 1)
     table.add_column("layer", no_wrap=True, max_width=room, overflow="ellipsis")

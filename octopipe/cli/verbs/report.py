@@ -1,4 +1,4 @@
-"""`octopipe report FILE ... -o report.html`: plans and timelines in one self-contained page.
+"""`octopipe report FILE ... -o report.html`: writes plans and timelines into one self-contained page.
 
 Knows: its flags. Does not know: the page (report/) or how files become entries (report/load.py).
 """

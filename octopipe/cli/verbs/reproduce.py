@@ -1,4 +1,5 @@
-"""`octopipe reproduce [all | NAME...] -o out/`: the paper's tables and figures with our own code, ours beside theirs.
+"""`octopipe reproduce [all | NAME...] -o out/`: computes the paper's tables and figures with our code, beside the
+published values.
 
 Knows: flags, progress, what is printed and where the page goes. Does not know: any table (octopipe/views/reproduce/).
 """
@@ -37,7 +38,7 @@ NAMES = (
     "sensitivity",
     "beyond",
 )
-"""What may be asked for; written out so that help and completion load nothing."""
+"""The names of all parts, listed here so that help and completion need no imports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """A bar on a terminal, else a line per part."""
+    """Yield a function that shows progress: a bar on a terminal, else one line per part."""
     err = console(stderr=True)
     if not err.is_terminal:
         seen: set[str] = set()

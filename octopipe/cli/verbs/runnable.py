@@ -31,9 +31,9 @@ def model_of(
     seq: int = 0,
     mtp: float | None = None,
 ) -> ModelSpec | HfModel:
-    """The model behind MODEL, made smaller as the flags say, with the kernels they ask for. `images` and `encoder_seq`:
-    what its encoder reads, where it has one, beside sequences of `seq` tokens. `mtp`: the weight of its multi-token
-    prediction, where that is trained."""
+    """Return the model behind MODEL, scaled and with the kernels as the flags say. `images` and `encoder_seq`: the
+    input of its encoder, if it has one, beside sequences of `seq` tokens. `mtp`: the weight of the loss of its
+    multi-token prediction, if that is trained."""
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.spec import Mtp
     from octopipe.models.tower_presets import CONFIGS
@@ -91,7 +91,7 @@ def model_of(
 
 
 def _tell_untrained(name: str, count: int, why: str) -> None:
-    """What a model has and a run leaves out must be said, whatever the output is for."""
+    """Print on stderr, whatever the output format, that the model's prediction layers are left out."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.cli.verbs.text import counted
 
@@ -101,7 +101,7 @@ def _tell_untrained(name: str, count: int, why: str) -> None:
 
 
 def _tell_fresh(name: str, count: int) -> None:
-    """Weights that are not read must be told, too."""
+    """Print that parameters of the prediction layers are newly initialised, since no weights were found."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.cli.verbs.text import counted
 
@@ -111,7 +111,7 @@ def _tell_fresh(name: str, count: int) -> None:
 
 
 def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
-    """What an encoder reads, which layers are not trained, and whether layers that predict further tokens are."""
+    """Add the flags for an encoder's input, frozen layers, and training of multi-token prediction."""
     from octopipe.cli.verbs.flags import non_negative, of_kind, whole_number
     from octopipe.costs.cluster.fields import LayerRanges
     from octopipe.costs.cluster.item_counts import ItemCounts
@@ -149,7 +149,7 @@ def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
 
 
 def frozen_layers(model: ModelSpec | HfModel, text: Any) -> tuple[int, ...]:
-    """The numbers of the layers that --frozen names."""
+    """Return the numbers of the layers that --frozen names."""
     from octopipe.costs.analytic.frozen import layer_states
     from octopipe.costs.cluster.fields import TOWERS, LayerRanges
 
@@ -165,7 +165,7 @@ def frozen_layers(model: ModelSpec | HfModel, text: Any) -> tuple[int, ...]:
 
 
 def add_precision_arguments(group: Any) -> None:
-    """`--precision`, and the older `--dtype`."""
+    """Add `--precision`, and the older `--dtype`."""
     group.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -175,7 +175,7 @@ def add_precision_arguments(group: Any) -> None:
 
 
 def add_kernel_arguments(group: Any) -> None:
-    """`--kernels` and `--compile-scans`."""
+    """Add `--kernels` and `--compile-scans`."""
     group.add_argument(
         "--kernels",
         type=kernel_words,
@@ -192,7 +192,7 @@ def add_kernel_arguments(group: Any) -> None:
 
 
 def kernel_words(text: str) -> tuple[str, ...]:
-    """An argparse type: names of kernels separated by commas.
+    """Parse names of kernels separated by commas (an argparse type).
 
     >>> kernel_words("flash-attn, liger")
     ('flash_attn', 'liger')
@@ -201,7 +201,7 @@ def kernel_words(text: str) -> tuple[str, ...]:
 
 
 def is_hf_config(name: str) -> bool:
-    """Whether a path holds a Hugging Face config: JSON with none of the keys of our own files."""
+    """Whether a path is a Hugging Face config: JSON with none of the keys of our own formats."""
     from pathlib import Path
 
     from octopipe.base.files import read_json_object
@@ -213,13 +213,13 @@ def is_hf_config(name: str) -> bool:
             return False
         file = read_json_object(path)
     except (OSError, ValueError, OctoPipeError):
-        return False  # whoever reads it for good says what is wrong with it
+        return False  # the code that needs the file reports what is wrong with it
     ours = "format" in file or "pattern" in file or "forward_ms" in file
     return not ours and any(key in file for key in ("model_type", "architectures"))
 
 
 def told(model: ModelSpec | HfModel) -> str:
-    """Whose layers run."""
+    """Return words on whose implementation of the layers runs."""
     from octopipe.models.spec import ModelSpec
 
     return "octopipe's own layers" if isinstance(model, ModelSpec) else model.told()
@@ -227,7 +227,7 @@ def told(model: ModelSpec | HfModel) -> str:
 
 @contextmanager
 def needs_torch() -> Iterator[None]:
-    """Around imports: a missing torch is one line."""
+    """Turn a failed import of torch inside the block into a one-line error."""
     try:
         yield
     except ModuleNotFoundError as error:

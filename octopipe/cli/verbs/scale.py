@@ -1,7 +1,7 @@
-"""`octopipe scale MODEL --gpus 32,64,...,8192`: one split on more and more GPUs.
+"""`octopipe scale MODEL --gpus 32,64,...,8192`: predicts one split on increasing numbers of GPUs.
 
-Knows: weak scaling (the batch grows with the GPUs) and strong scaling (it does not), and what waiting for the slowest
-of many pipelines costs. Does not know: how a step is predicted.
+Knows: weak scaling (the batch grows with the GPUs) and strong scaling (it does not), and the cost of waiting for the
+slowest of many pipelines. Does not know: how a step is predicted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sizes(text: str) -> list[int]:
-    """An argparse type: numbers of GPUs, `32,64,...,8192` filled in by doubling."""
+    """Parse numbers of GPUs (an argparse type); `32,...,8192` is filled in by doubling."""
     out: list[int] = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         if part in ("...", "…"):
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ratio(text: str) -> float:
-    """An argparse type: a number of at least 1."""
+    """Parse a number of at least 1 (an argparse type)."""
     value = non_negative(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is below 1; give 1 or more")
@@ -86,7 +86,7 @@ def ratio(text: str) -> float:
 
 
 def on_network(args: argparse.Namespace, setup: Setup) -> Setup:
-    """The set-up on the pods that the flags describe."""
+    """Return the set-up with the network of pods that the flags describe."""
     from octopipe.base.errors import OctoPipeError
 
     assert setup.gpu is not None
@@ -100,7 +100,7 @@ def on_network(args: argparse.Namespace, setup: Setup) -> Setup:
 
 
 def network_words(setup: Setup) -> str:
-    """Which network was priced."""
+    """Describe the network that the costs assume."""
     kind = setup.gpu
     assert kind is not None
     if kind.pod_gpus is None:
@@ -174,14 +174,14 @@ def _rows(args: argparse.Namespace, setup: Setup, counts: list[int], *, weak: bo
         split = args.split_backward
         try:
             plan = build_plan(args.system, costs, setup.pp, micro_batches, split_backward=split, **options)
-        except NotApplicableError as error:  # the row says so, the others stay
+        except NotApplicableError as error:  # this row states the reason, and the other rows remain
             out.append(row | {"reason": str(error)})
             continue
         program = lower(plan, costs)
         timeline = simulate(program, costs)
         step = timeline.step_ms
         if args.jitter and dp > 1:
-            # All pipelines wait for the slowest one: the mean of the largest of dp draws.
+            # All pipelines wait for the slowest one: add the expected maximum of dp draws, less their mean.
             draws = np.sort(jitter_ms(program, costs, sigma=args.jitter, runs=1000))
             step += float(_mean_of_largest(draws, dp)) - float(draws.mean())
         rate = costs.throughput(plan.num_ranks, micro_batches, step)
@@ -206,7 +206,7 @@ def _rows(args: argparse.Namespace, setup: Setup, counts: list[int], *, weak: bo
 
 
 def _mean_of_largest(draws: Any, number: int) -> float:
-    """Expected largest of `number` draws from an empirical distribution: the sum of x_i (F(i)^n - F(i-1)^n)."""
+    """Return the expected maximum of n draws from an empirical distribution: sum of x_i (F(i)^n - F(i-1)^n)."""
     import numpy as np
 
     steps = np.arange(draws.size + 1) / draws.size

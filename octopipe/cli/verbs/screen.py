@@ -1,7 +1,7 @@
 """The output layer of all verbs: shows users' text literally, on any terminal.
 
 Knows: which markup tags our own lines use (every other bracket is text), that control characters in names must not
-reach a terminal, and which letters replace a symbol that the terminal cannot show. Does not know: any verb.
+reach a terminal, and which ASCII text replaces a symbol that the terminal cannot show. Does not know: any verb.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TAGS = frozenset(
     for weight in ("", "bold ", "dim ")
     for colour in ("", "red", "green", "yellow", "cyan", "blue", "magenta")
 ) - {""}
-"""What may stand in brackets as a style, and be closed by [/] or [/style]."""
+"""The styles that may be written in brackets, and closed by [/] or [/style]."""
 LEAST_SIZES = {"COLUMNS": 20, "LINES": 1}
-"""What a terminal has at least; less stands in the environment where nobody knows."""
+"""The smallest plausible sizes of a terminal; smaller values in the environment mean that the size is not known."""
 LINE_EVERY_S = 10.0
-"""Between two lines of progress where stderr is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 _TAG = re.compile(r"\[(/?)([a-z ]*)\]")
 _KEPT = "\n\t" + BRACKET
 
 
 def printable(text: str) -> str:
-    """The text with control characters (escape codes, bidirectional marks) written out.
+    """Return the text with control characters (escape codes, bidirectional marks) escaped.
 
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -45,7 +45,9 @@ def printable(text: str) -> str:
 
 
 def json_without_control(text: str) -> str:
-    """JSON with what would control a terminal (escape codes, bidirectional marks) as escapes of JSON; the value stays.
+    """Return JSON text with characters that control a terminal (escape codes, bidirectional marks) as JSON escapes.
+
+    The value of the JSON text stays the same.
 
     >>> json_without_control('{"a": "x\u202ey"}')
     '{"a": "x\\\\u202ey"}'
@@ -58,7 +60,7 @@ def json_without_control(text: str) -> str:
 
 
 def marked(text: str) -> Text:
-    """A line of ours as styled text: our tags are styles, every other bracket is a letter.
+    """Return a line with markup as styled text: our own tags are styles, every other bracket is printed.
 
     >>> marked("pip install octopipe[exact], [bold]now[/]").plain
     'pip install octopipe[exact], now'
@@ -81,7 +83,7 @@ def marked(text: str) -> Text:
 
 
 def _usable_sizes(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without a width or height that is none: on 0 columns nothing at all would be printed.
+    """Return the environment without implausible terminal sizes: with 0 columns nothing at all would be printed.
 
     >>> _usable_sizes({"COLUMNS": "0", "LINES": "²", "TERM": "x"}), _usable_sizes({"COLUMNS": "132"})
     ({'TERM': 'x'}, {'COLUMNS': '132'})
@@ -102,7 +104,7 @@ class Screen(Console):
         super().__init__(stderr=stderr, highlight=False, soft_wrap=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every string that is printed or stands in a table comes through here."""
+        """Style a string; rich calls this for every string that is printed or put into a table."""
         if options.get("markup") is False:
             rich = Text(printable(text))
         else:
@@ -120,7 +122,7 @@ class Screen(Console):
 
 
 class _Line(Status):
-    """A live line whose text is treated as every other."""
+    """A live status line whose text is handled like all other text."""
 
     def update(self, status: RenderableType | None = None, **options: Any) -> None:
         super().update(marked(status) if isinstance(status, str) else status, **options)
@@ -136,13 +138,13 @@ _LETTER_FOR = {
 def _in_letters(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    # Braille is what spinners are made of; the rest of the world's letters are written out.
+    # Spinners consist of Braille characters, which become *; all other characters are escaped.
     wanted = error.object[error.start : error.end]
     return "".join(_LETTER_FOR.get(c, "*" if "⠀" <= c <= "⣿" else ascii(c)[1:-1]) for c in wanted), error.end
 
 
 def make_streams_safe() -> None:
-    """No symbol can stop a verb: an output that cannot show it gets letters instead."""
+    """Replace symbols that an output cannot encode with ASCII text, so that they cannot stop a verb."""
     codecs.register_error("octopipe", _in_letters)
     for stream in (sys.stdout, sys.stderr):
         encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "")

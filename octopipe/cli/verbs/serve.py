@@ -1,4 +1,4 @@
-"""`octopipe serve`: a local page to tune a model and look at the plans.
+"""`octopipe serve`: serves a local page to tune a model and view the plans.
 
 Knows: its flags. Does not know: the server (report/serve.py).
 """
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with make_server(
         args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
     ) as server:
-        try:  # from the line that names Ctrl-C on, Ctrl-C is answered
+        try:  # Ctrl-C is handled from before the line that mentions it
             out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
             if server.hosts is None:
                 out.print(
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                     style="yellow",
                 )
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:  # the exit code says by which signal
+        except KeyboardInterrupt:  # main sets the exit code for the signal
             out.print("stopped")
     return 0
 
@@ -74,8 +74,10 @@ def planned(
     card: Gpu | None = None,
     stack: Stack | None = None,
 ) -> dict[str, Any]:
-    """The answer to the form of the page /plan: the same search as `octopipe plan`, and the plan file as text. `stop`:
-    whether to end early."""
+    """Return the answer to the form of the page /plan: the same search as `octopipe plan`, with the plan file as text.
+
+    `stop` returns whether to end the search early.
+    """
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number

@@ -1,6 +1,6 @@
-"""`octopipe simulate MODEL --system NAME | --plan FILE`: step time, bubbles, memory, a timeline.
+"""`octopipe simulate MODEL --system NAME | --plan FILE`: predicts step time, bubbles, memory and a timeline.
 
-Knows: how a prediction is shown. Does not know: how it is made (simulator.py).
+Knows: how a prediction is shown. Does not know: how it is computed (simulator.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 UNEQUAL = "stages_of_cluster"
-"""Key of a plan whose stages have meshes of their own (planner/published/)."""
+"""Key in plans whose stages have device meshes of their own (planner/published/)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
-    """The plan that the flags name, and the costs to price it with."""
+    """Return the plan that the flags describe, and its costs."""
     from octopipe.search.recompute import plan_under
     from octopipe.search.systems import build_plan
 
@@ -148,7 +148,7 @@ def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
 
 
 def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
-    """A plan file, priced for the set-up it was made for unless flags say otherwise."""
+    """Load a plan file; its costs are those of the set-up it was made for unless flags say otherwise."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.cli.verbs.common import model_from, refuse_idle_flags
     from octopipe.plans.file import load_plan
@@ -173,7 +173,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
 
 
 def unequal_words(plan: Plan) -> str:
-    """The GPUs of stages that a published system gave unequal meshes: no one set-up names them."""
+    """Describe the GPUs of stages that a published system gave unequal meshes, which no single set-up describes."""
     stages = plan.extra.get(UNEQUAL)
     if not isinstance(stages, list) or not all(isinstance(s, dict) for s in stages):
         return ""

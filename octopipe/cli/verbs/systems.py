@@ -1,6 +1,6 @@
-"""`octopipe systems`: every published system, what it tunes and what it needs; --check holds them to their papers.
+"""`octopipe systems`: lists the published systems, what they tune and what they need; --check verifies them.
 
-Knows: how the registry and the closed forms are shown. Does not know: any system.
+Knows: how the registry and the closed forms of the papers are shown. Does not know: any system.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _check(args: argparse.Namespace) -> int:
         return 1 if wrong else 0
     from rich.table import Table
 
-    # On a narrow screen the verdict's columns stay whole and the words are folded.
+    # On a narrow screen the columns with the verdict stay whole and texts are folded.
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("system", overflow="fold", style="cyan", min_width=6)
     table.add_column("case", overflow="fold")
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _checked(forms: list[ClosedForm]) -> list[Checked]:
-    """Every form simulated, with a progress bar on a terminal."""
+    """Simulate every closed form, with a progress bar on a terminal."""
     err = console(stderr=True)
     if not err.is_terminal:
         return [form.checked() for form in forms]

@@ -1,6 +1,6 @@
-"""`octopipe train MODEL`: train with a plan file, a published system, or a plan tuned on the spot.
+"""`octopipe train MODEL`: trains with a plan file, a published system, or a plan that is tuned first.
 
-Knows: which run the flags describe, and what is said at the end. Does not know: the flags themselves
+Knows: which run the flags describe, and what is printed at the end. Does not know: the flags themselves
 (`train_arguments`), how training works (runtime/training).
 """
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             screen.show(news)
 
         result = train(job, heard)
-    if result is None:  # a rank of torchrun's that is not the first
+    if result is None:  # a rank started by torchrun other than the first
         return 0
     if args.output:
         from octopipe.plans.file import save_plan
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_from(args: argparse.Namespace) -> TrainJob:
-    """The run that the flags describe; every mistake in them is found here, before a process starts."""
+    """Return the run that the flags describe; raises for every mistake in them before a process is started."""
     from octopipe.costs.mode import precision_of, refuse_other_precision
     from octopipe.runtime.training.job import TrainJob
 
@@ -150,8 +150,10 @@ def job_from(args: argparse.Namespace) -> TrainJob:
 
 
 def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What an encoder reads, what is frozen and where optimizer state is: as the flags say, or as the plan was made
-    for. Returns the encoder's part; the others are set in `args`."""
+    """Set the encoder's input, frozen layers and offloaded optimizer state in `args`, by default as the plan has them.
+
+    Returns the encoder's part.
+    """
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.cluster.item_counts import ItemCounts
     from octopipe.plans.file import load_plan
@@ -173,7 +175,7 @@ def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | None, int, float | None, int | None]:
-    """The given plan, the number of ranks, the time to tune for, and the micro-batches per step."""
+    """Return the given plan, the number of ranks, the time to tune for, and the micro-batches per step."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import check_target
     from octopipe.plans.file import load_plan
@@ -188,7 +190,7 @@ def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | N
     nproc = started_ranks() or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
     tune_s, micro_batches = args.tune, args.micro_batches
     if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
-        # Other ranks than it was made for are left: the same batch, and a plan made anew.
+        # The plan is for another number of ranks than are left: keep the batch and tune a new plan.
         micro_batches = micro_batches or plan.num_micro_batches
         tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
     if args.tune is not None and args.no_measure and not args.profile:
@@ -199,7 +201,7 @@ def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | N
 
 
 def _profile_of(args: argparse.Namespace, spec: Any) -> Profile | None:
-    """The profile that --profile names; it must be of this model."""
+    """Load the profile that --profile names; raise OctoPipeError unless it has as many layers as the model."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.profile_file import load_profile
 
@@ -213,7 +215,7 @@ def _profile_of(args: argparse.Namespace, spec: Any) -> Profile | None:
 
 
 def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
-    """A word where a plan was made from times of another precision: what it promises is not about this run."""
+    """Warn if a plan was made from times in another precision, so that its prediction does not hold for this run."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.mode import mode_from_object
 
@@ -230,7 +232,7 @@ def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
 
 
 def _tell_recomputation(plan: Plan, where: str) -> None:
-    """A word where a plan's prices recompute inside the backward, which no op of the plan shows."""
+    """Print a note if the plan's costs include recomputation inside the backward, which no op of the plan shows."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.plans.setting import SETTING, checkpointed_by_prices
 
@@ -250,7 +252,7 @@ def _tell_recomputation(plan: Plan, where: str) -> None:
 
 
 def reading_from(args: argparse.Namespace) -> Reading:
-    """How data is read; whatever is wrong with it and needs no model to be seen is said here, before anything heavy."""
+    """Return how data is read; raise OctoPipeError for all errors in it that can be found without the model."""
     from pathlib import Path
 
     from octopipe.base.errors import OctoPipeError
@@ -275,7 +277,7 @@ def reading_from(args: argparse.Namespace) -> Reading:
 
 
 def told_about(job: TrainJob) -> dict[str, Any]:
-    """The run's settings for a log."""
+    """Return the run's settings for a log."""
     return {
         "model": job.spec.name, "nproc": job.nproc, "dp": job.dp, "seq": job.seq, "steps": job.steps,
         "micro_batches": job.num_micro_batches, "micro_batch_size": job.micro_batch_size, "system": job.system,
@@ -289,8 +291,10 @@ def told_about(job: TrainJob) -> dict[str, Any]:
 def lengths_from(
     args: argparse.Namespace, spec: Any, plan: Plan | None, pp: int
 ) -> tuple[tuple[int, ...], tuple[Groups, ...]]:
-    """A step's lengths and every pipeline's micro-batches: from --lengths, or as the plan was made for; empty: all
-    sequences are equally long."""
+    """Return a step's lengths and every pipeline's micro-batches, from --lengths or from the plan.
+
+    Both are empty if all sequences have the same length.
+    """
     from octopipe.base.errors import OctoPipeError
     from octopipe.models.lengths import Batch, dealt_evenly, padded_groups, read_lengths
 
@@ -324,7 +328,7 @@ def lengths_from(
 
 
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
-    """DynaPipe's micro-batches, by the prices of our own layers; of other people's, by tokens."""
+    """Return DynaPipe's micro-batches, by the costs of our own layers; for transformers' layers, by tokens."""
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.models.spec import ModelSpec

@@ -56,7 +56,7 @@ def _add_size_arguments(size: Any) -> None:
 
 
 def _add_optimizer_arguments(training: Any) -> None:
-    """Steps, learning rate and optimizer."""
+    """Add the flags for steps, learning rate and optimizer."""
     training.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     training.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
     training.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate")
@@ -109,7 +109,7 @@ def _add_optimizer_arguments(training: Any) -> None:
 
 
 def _add_machine_arguments(training: Any) -> None:
-    """Precision, device, kernels, and what is measured and checked around the run."""
+    """Add the flags for precision, device, kernels, and what is measured and checked before the run."""
     add_precision_arguments(training)
     training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
     add_kernel_arguments(training)
@@ -186,7 +186,7 @@ def _add_output_arguments(kept: Any) -> None:
 
 
 def two_betas(text: str) -> tuple[float, float]:
-    """An argparse type: `0.9,0.95`."""
+    """Parse the two betas of Adam, such as `0.9,0.95` (an argparse type)."""
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:

@@ -23,7 +23,7 @@ GIB = float(1 << 30)
 
 
 class Screen:
-    """A live line on a terminal; on a pipe, a plain line now and then."""
+    """Shows progress: a live line on a terminal, plain lines at intervals on a pipe."""
 
     def __init__(self, job: TrainJob, *, quiet: bool):
         self.job, self.quiet = job, quiet
@@ -64,7 +64,7 @@ class Screen:
 
 
 def step_line(r: StepReport, steps: int) -> str:
-    """One line: step, loss, learning rate, speed, idle time, memory."""
+    """Format a step report as one line: step, loss, learning rate, speed, idle time, memory."""
     memory = " ".join(f"{b / GIB:.2f}" for b in r.memory_bytes)
     mfu = "" if r.mfu is None else f"  MFU {r.mfu:.1%}"
     return (
@@ -81,7 +81,7 @@ def eval_line(r: EvalReport, steps: int) -> str:
 
 
 def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
-    """The run as one JSON object."""
+    """Return the run as one JSON object."""
     predicted = result.predicted
     return {
         "model": result.plan.model or None,
@@ -126,7 +126,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
 
 
 def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
-    """The end of a run, the verdict first."""
+    """Print the result of a run, the change of the loss first."""
     out = console()
     if not result.reports:
         out.print(f"nothing to do: the checkpoint is already at step {result.first_step - 1}, --steps is {job.steps}")
@@ -168,7 +168,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
 
 
 def _predicted(result: TrainResult) -> dict[str, float] | None:
-    """The prediction by the names that `simulate`, `tune` and `validate` give its parts."""
+    """Return the prediction under the names that `simulate`, `tune` and `validate` use for its parts."""
     if result.predicted is None or result.profile is None:
         return None
     return predicted_numbers(result.plan, result.profile, result.predicted)

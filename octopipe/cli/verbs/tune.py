@@ -1,7 +1,7 @@
-"""`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
+"""`octopipe tune`: searches for a faster plan, with a live progress line, and writes it to a file.
 
-Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/search/tuner/), how its
-result is shown (tune_result.py).
+Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/search/tuner/), how its result
+is shown (tune_result.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from octopipe.search.tuner import Progress, TuneResult
 
 RESTRICTED_SHARE = 0.6
-"""Share of the budget for the other runtime's plan; the rest determines what the restriction costs."""
+"""Share of the budget for the plan of the other runtime; the rest finds out what the restriction costs."""
 
 
 def seconds(text: str) -> float:
-    """An argparse type: 30, 30s, 2m, 1.5h.
+    """Parse a length of time such as 30, 30s, 2m or 1.5h (an argparse type).
 
     >>> seconds("2m")
     120.0
@@ -49,7 +49,7 @@ def seconds(text: str) -> float:
 
 
 def phase_list(text: str) -> tuple[str, ...]:
-    """An argparse type: phases of Algorithm 1 separated by commas."""
+    """Parse phases of Algorithm 1, separated by commas (an argparse type)."""
     known = ("partition", "placement", "schedule")
     given = [part.strip() for part in text.split(",") if part.strip()]
     wrong = [part for part in given if part not in known]
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         if restricted and not stop.asked:
             free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
             result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
-    # The plan comes first: it is on disk whatever happens while it is shown.
+    # Save the plan first, so that it is on disk even if showing it fails.
     plan = result.plan.with_extra(**provenance(args, costs))
     if args.output:
         save_plan(plan, args.output)
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that exclude each other, before anything is read or written."""
+    """Raise OctoPipeError for flags that exclude each other, before anything is read or written."""
     if args.split_backward is False:
         raise OctoPipeError("tune always splits the backward; for a fused one use --for megatron, which needs it")
     if args.no_recompute and args.recompute == "auto":
@@ -234,7 +234,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
-    """What it costs to run on another runtime."""
+    """Return a sentence on what the restriction to another runtime costs."""
     if free.step_ms >= result.step_ms:
         return f"only plans that {target} can run were searched; the restriction costs nothing here"
     more = 100.0 * (result.step_ms / free.step_ms - 1.0)
@@ -245,7 +245,7 @@ def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
 
 
 def progress_line(p: Progress) -> str:
-    """One line: time, iteration, phase, best, gap, where the idle time is."""
+    """Format progress as one line: time, iteration, phase, best, gap, and where the idle time is."""
     idle = " ".join(f"{name} {share:.1%}" for name, share in p.bubbles.items() if share >= 0.0005)
     return (
         f"{p.seconds:4.0f}/{p.budget_s:.0f} s  iteration {p.iterations:,}  {p.phase:9}  "
@@ -254,7 +254,7 @@ def progress_line(p: Progress) -> str:
 
 
 def _check_writable(path: str) -> None:
-    """Say so before the search, not after it."""
+    """Raise OctoPipeError before the search, not after it, if the file cannot be written."""
     from octopipe.base.files import check_target
 
     check_target(path)

@@ -1,4 +1,4 @@
-"""`octopipe tune PROFILE --measure`: plans are run while tuning, and the one that was measured fastest is kept.
+"""`octopipe tune PROFILE --measure`: runs plans while tuning, and keeps the plan with the shortest measured time.
 
 Knows: what the flags mean for it, how the outcome is shown. Does not know: the loop (search/measured_tuning.py) or how
 plans run (runtime/measure/tuned_run.py).
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_measured(args: argparse.Namespace) -> int:
-    """Everything that `tune --measure` does."""
+    """Run `tune --measure`."""
     from octopipe.cli.verbs.profile import workload_of
     from octopipe.cli.verbs.runnable import needs_torch
     from octopipe.costs.profile_file import load_profile
@@ -87,7 +87,7 @@ def run_measured(args: argparse.Namespace) -> int:
 
 
 def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
-    """The profile that MODEL names; anything else cannot be run as it was measured."""
+    """Load the profile that MODEL names; raise OctoPipeError if its layers cannot be run here as they were measured."""
     from pathlib import Path
 
     mend = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"

@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 GIB = float(1 << 30)
 RIVALS_S = 0.5
-"""Time for building published systems that the search has not built itself."""
+"""Seconds for building the published systems that the search has not built itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """One published system in the same setting, in one of its two modes."""
+    """The step time of a published system in the same setting, in one of its two modes."""
 
     system: str
     split_backward: bool
-    """Its backward runs as I and W, as the tuned plan's does; False: as `simulate` and `compare` run it by default."""
+    """Whether its backward runs as I and W, as in the tuned plan; False: as `simulate` runs it by default."""
     step_ms: float
-    """Not a number where it has no plan."""
+    """NaN if the system has no plan."""
     fits: bool
     copies: bool = False
-    """It holds layers on several ranks."""
+    """Whether the plan has copies of layers on several ranks."""
 
     def numbers(self, step_ms: float) -> dict[str, Any]:
-        """For JSON; `step_ms` is the tuned plan's."""
+        """Return the JSON object for the system; `step_ms` is the step time of the tuned plan."""
         gain = self.step_ms / step_ms if step_ms > 0 and math.isfinite(self.step_ms) else None
         return {
             "system": self.system,
@@ -58,26 +58,26 @@ class Rivals:
     """1F1B in both modes, and the fastest published system that fits."""
 
     baseline: Rival
-    """1F1B as published: the number that `simulate` and `compare` print for it."""
+    """1F1B as published; its step time is the one that `simulate` and `compare` print."""
     baseline_split: Rival
     best: Rival | None
-    """In its faster mode; None where no published system fits."""
+    """The fastest published system in its faster mode; None if none fits in memory."""
     complete: bool
-    """All systems were built (but those whose own search takes long)."""
+    """Whether all systems were built in time (except those whose own search takes long)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Everything that is shown."""
+    """Everything that the output of `octopipe tune` is made from."""
 
     result: TuneResult
     timeline: Timeline
     setup: dict[str, Any]
     rate: Mapping[str, float | None]
-    """Tokens, TFLOP/s and share of the peak per GPU; None where they are not known."""
+    """Tokens, TFLOP/s and share of the peak per GPU; values that are not known are None."""
     rivals: Rivals
     model: str | None
-    """MODEL as it was named, where it can be trained; None for a file of times."""
+    """MODEL as given on the command line if it can be trained; None for a file of times."""
     output: str | None
     target: str = "octopipe"
     """The runtime that the plan was searched for."""
@@ -85,11 +85,11 @@ class Told:
     predicts: bool = False
     """Whether the plan's layers include multi-token prediction, as one layer."""
     forks: bool = False
-    """Whether they include it as a path of its own."""
+    """Whether they include it as a separate path."""
 
 
 def gap_words(gap: float) -> str:
-    """`1.25 %`; never a negative zero.
+    """Format the gap as `1.25 %`, without a negative zero.
 
     >>> gap_words(-1e-9)
     '0.00 %'
@@ -98,7 +98,7 @@ def gap_words(gap: float) -> str:
 
 
 def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: TuneResult) -> Rivals:
-    """Step times of 1F1B and of the best published system; what the search built is not built again."""
+    """Return step times of 1F1B and of the best published system; systems that the search built are not built again."""
     from octopipe.search.algorithm1.starts import published
     from octopipe.simulation.simulator import simulate
 
@@ -108,7 +108,7 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     split = _split(plain, known.get("1f1b", math.nan)) or _rival("1f1b", costs, *sizes, split=True)
     if split.fits:
         known["1f1b"] = split.step_ms
-    # Whoever has ended the search does not wait for the others either.
+    # After an interruption of the search, do not wait for the other systems.
     until, complete = time.monotonic() + (0.0 if result.interrupted else RIVALS_S), True
     for name, other in published(costs, *sizes, until=until, skip=frozenset(result.systems) | {"1f1b"}):
         timeline = simulate(other, costs, check=False)
@@ -118,7 +118,7 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
         complete = False
     found = []
     if (name := min(known, key=lambda name: known[name], default="1f1b")) != "1f1b":
-        # The search knows systems with their backward split; as published they may need less memory, never less time.
+        # The search has times with split backward; as published, a system may need less memory but never less time.
         as_published = _rival(name, costs, *sizes, split=False)
         found = [r for r in (as_published, _split(as_published, known[name])) if r is not None and r.fits]
     found += [r for r in (plain, split) if r.fits]
@@ -127,8 +127,11 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
 
 
 def _split(as_published: Rival, split_ms: float) -> Rival | None:
-    """The same system with its backward split, which fits and takes this long; None where that cannot be told from the
-    time alone, because splitting the backward has gained nothing."""
+    """Return the system with split backward and this step time.
+
+    None if the time alone does not show that this mode exists and fits: it is not finite, or no shorter than the step
+    time as published.
+    """
     if as_published.fits and not split_ms < as_published.step_ms:
         return None
     if not math.isfinite(split_ms):
@@ -137,7 +140,7 @@ def _split(as_published: Rival, split_ms: float) -> Rival | None:
 
 
 def _rival(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, *, split: bool) -> Rival:
-    """A published system as it was published, or with its backward split."""
+    """Simulate a published system as it was published, or with its backward split."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.search.systems import build_plan
     from octopipe.simulation.simulator import simulate
@@ -157,7 +160,7 @@ def _rival(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, 
 
 
 def setup_of(costs: CostTable, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
-    """The set-up behind the numbers, as it was resolved from the flags; in words too."""
+    """Return the set-up behind the numbers, as resolved from the flags, with a description in words."""
     known = costs.setup.as_dict() if costs.setup is not None else {}
     return {
         **known,
@@ -171,7 +174,7 @@ def setup_of(costs: CostTable, num_ranks: int, num_micro_batches: int) -> dict[s
 
 
 def summary(told: Told) -> dict[str, Any]:
-    """The result as one JSON object, without the plan itself."""
+    """Return the result as one JSON object, without the plan itself."""
     result, timeline, other = told.result, told.timeline, told.rivals
     return {
         "setup": told.setup,
@@ -211,7 +214,7 @@ def summary(told: Told) -> dict[str, Any]:
 
 
 def tell(told: Told, out: Console) -> None:
-    """The result in words."""
+    """Print the result."""
     result, plan = told.result, told.result.plan
     out.print(told.setup["words"], markup=False)
     out.print(f"step {milliseconds(result.step_ms)}{after_words(told.timeline)}", markup=False)
@@ -269,7 +272,7 @@ def tell(told: Told, out: Console) -> None:
         elif told.model is not None and told.target == "octopipe":
             more = " --mtp" if told.forks else ""
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}{more}", markup=False)
-        # The text formats of other trainers know no layer on two ranks, no path that forks and no host memory.
+        # The text formats of other runtimes support neither copies of layers, nor forked paths, nor host memory.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
         out.print(
             f"      octopipe export {name} --to "
@@ -281,12 +284,12 @@ def tell(told: Told, out: Console) -> None:
 
 
 def gain_lines(told: Told) -> list[str]:
-    """`1.52x the speed of 1F1B as published (1074.0 ms)`, and so on: one line per system, with what sets it apart."""
+    """Return one line per system, such as `1.52x the speed of 1F1B as published (1074.0 ms)`, with remarks."""
     other, step_ms = told.rivals, told.result.step_ms
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
-    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # a split that memory undoes is the same plan
+    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # if memory allows no split, both are one plan
     best = other.best
     if best is None:
         return [*lines, "no published system fits in memory"]
@@ -313,7 +316,7 @@ def _gain(rival: Rival, step_ms: float) -> str:
 
 
 def memory_line(timeline: Timeline) -> str:
-    """Memory of every rank against its limit."""
+    """Return the memory of every rank with its limit, as one line."""
     parts = []
     for peak, capacity in zip(timeline.peak_gib, timeline.capacity_bytes, strict=True):
         limit = capacity / GIB

@@ -1,7 +1,7 @@
-"""`octopipe validate plan.json --profile profile.json`: run a plan for real and compare it with its prediction.
+"""`octopipe validate plan.json --profile profile.json`: runs a plan and compares it with its prediction.
 
-Knows: its flags, whether a profile is the plan's own, and how errors are shown. Does not know: how plans run
-(measure/trial.py) or are compared (fidelity.py).
+Knows: its flags, whether the plan was made with the given profile, and how errors are shown. Does not know: how plans
+run (measure/trial.py) or are compared (fidelity.py).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: str) -> bool:
-    """Was the plan made with this profile, as far as it says? One of another model is refused."""
+    """Whether the plan was made with this profile, as far as it states that; raises if numbers of layers differ."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.plans.setting import COSTS, SETTING, costs_of_plan
 
@@ -140,7 +140,7 @@ def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: s
 
 
 def signed(share: float, digits: int = 1) -> str:
-    """A share as a percentage with its sign; what rounds to zero has none.
+    """Format a share as a percentage with its sign; a value that rounds to zero has no sign.
 
     >>> signed(-0.000001), signed(0.0123), signed(-0.5, 0)
     ('0.0 %', '+1.2 %', '-50 %')

@@ -1,1 +1,1 @@
-"""Plans and timelines in other people's formats: terminal, SVG, PNG, CSV, Perfetto, PyTorch, Megatron."""
+"""Export of plans and timelines to other formats: terminal, SVG, PNG, CSV, Perfetto, PyTorch, Megatron."""

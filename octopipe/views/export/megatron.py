@@ -1,11 +1,10 @@
 """A plan's partition and placement as Megatron-LM's layout strings.
 
-Knows: which plans `--pipeline-model-parallel-layout` (transformers) and `--hybrid-layer-pattern` (hybrids) can
-express: stage i lies on rank i mod pp, stages may be empty, the embedding is in the first stage and the loss in the
-last. Placements that are not round robin are written with empty stages and, where that saves some, with ranks
-renamed. What the plan recomputes, by R ops or in its prices, becomes Megatron's recompute flags. Does not know:
-orders; Megatron keeps its own (interleaved) 1F1B with these flags (`octopipe.megatron.forward_backward_func` brings
-the plan's).
+Knows: which plans `--pipeline-model-parallel-layout` (transformers) and `--hybrid-layer-pattern` (hybrids) can express:
+stage i is on rank i mod pp, stages may be empty, the embedding is in the first stage and the loss in the last.
+Placements that are not round robin are written with empty stages and, if that needs fewer of them, with ranks renamed.
+What the plan recomputes, by R ops or in its costs, becomes Megatron's recompute flags. Does not know: orders; with
+these flags Megatron uses its own (interleaved) 1F1B (`octopipe.megatron.forward_backward_func` runs the plan's orders).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ HYBRID = {"M": "M", "D": "G", "*": "*", "@": "+", "-": "-", "#": "E"}
 _EXPERTS = frozenset("X#xgGN")
 """Symbols of layers with experts."""
 _MOST_TRIED_RANKS = 8
-"""Up to here every renaming of ranks is tried (720 of them)."""
+"""Up to this number of ranks every renaming of the inner ranks is tried (at most 720)."""
 _OTHERWISE = "`octopipe.megatron.forward_backward_func` runs any plan"
 
 Piece = tuple[int, int, int]
-"""First layer, layer behind the last, rank."""
+"""First layer, the layer after the last one, rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,9 @@ class MegatronLayout:
     pp: int
     text: MegatronText
     ranks: tuple[int, ...]
-    """ranks[r]: the plan's rank that Megatron's rank r stands for."""
+    """ranks[r]: the plan's rank that becomes Megatron's rank r."""
     recompute: str
-    """Megatron's recompute flags; empty where the plan recomputes nothing."""
+    """Megatron's recompute flags; empty if the plan recomputes nothing."""
     notes: tuple[str, ...]
 
     @property
@@ -52,12 +51,12 @@ class MegatronLayout:
 
 
 def megatron_arguments(plan: Plan, symbols: str) -> str:
-    """The command-line arguments that give Megatron-LM this partition."""
+    """Return the command-line arguments that give Megatron-LM this partition."""
     return megatron_layout(plan, symbols).arguments
 
 
 def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
-    """The plan expressed in Megatron's flags; raises one line that says why they cannot express it."""
+    """Return the plan as Megatron's flags; raise OctoPipeError with the reason if they cannot express it."""
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
@@ -102,7 +101,7 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
 
 
 def _recompute_flags(plan: Plan, symbols: str, pieces: Sequence[Piece]) -> tuple[str, list[str]]:
-    """Megatron's flags for what the plan recomputes, and a note where they recompute something else."""
+    """Return Megatron's flags for what the plan recomputes, with a note if they recompute something else."""
     again = {k for stage in plan.stages for k in stage.recomputed_layers} | set(checkpointed_by_prices(plan))
     again -= {0, plan.num_layers - 1}
     if again:
@@ -124,7 +123,7 @@ def _recompute_flags(plan: Plan, symbols: str, pieces: Sequence[Piece]) -> tuple
 
 
 def _merged(plan: Plan) -> list[Piece]:
-    """The chain of stages, in which neighbours on the same rank are merged."""
+    """Return the chain of stages, with consecutive stages on the same rank merged."""
     out: list[Piece] = []
     for number in plan.routes[0]:
         stage = plan.stages[number]
@@ -136,7 +135,10 @@ def _merged(plan: Plan) -> list[Piece]:
 
 
 def _fewest_slots(chain: Sequence[int], pp: int) -> tuple[tuple[int, ...], list[int]]:
-    """Megatron's ranks as the plan's, and the place of every stage among Megatron's, with fewest empty ones."""
+    """Return the plan's rank for each of Megatron's ranks, and the position of every stage among Megatron's stages.
+
+    Chooses the ranks that need the fewest empty stages.
+    """
     if pp == 1:
         return (0,), [0] * len(chain)
     first, last = chain[0], chain[-1]
@@ -164,7 +166,7 @@ def _text(plan: Plan, symbols: str, pieces: Sequence[Piece], slots: Sequence[int
     if set(symbols) <= set(BLOCKS):
         stages = tuple("".join(BLOCKS[s] for s in cell) for cell in cells)
         return MegatronText(kind="layout", stages=stages, depths=symbols.count("P"))
-    # Embedding, prediction modules and head are not in a hybrid pattern; they belong to its first and last stage.
+    # A hybrid pattern omits embedding, prediction modules and head; they belong to its first and last stage.
     inner = symbols[1:-1].rstrip("P")
     depths = len(symbols) - 2 - len(inner)
     if symbols[0] != "E" or symbols[-1] != "L" or not set(inner) <= set(HYBRID):
@@ -184,7 +186,7 @@ def _text(plan: Plan, symbols: str, pieces: Sequence[Piece], slots: Sequence[int
 
 
 def _depth_pattern(plan: Plan) -> str:
-    """The layers of one prediction depth; only the pattern that the plan was read from contains them."""
+    """Return the layers of one prediction depth, which only the pattern that the plan was read from contains."""
     known = plan.extra.get("megatron")
     text = known.get("--hybrid-layer-pattern") if isinstance(known, dict) else None
     if not isinstance(text, str):

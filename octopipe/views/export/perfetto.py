@@ -4,8 +4,8 @@ Knows: the format: one process per rank, threads for compute, the exchange betwe
 direction and what follows the step, flows from producer to consumer, memory counters. Does not know: where a timeline
 came from.
 
-Threads have ids unique in the whole file (both viewers mix them up otherwise) and sort indexes. Slices of one
-thread never overlap: transfers that do, in a measured timeline, move to a further row.
+Thread ids are unique in the whole file (both viewers mix threads up otherwise), and threads have sort indexes. Slices
+of one thread never overlap: transfers that overlap, in a measured timeline, are drawn on additional threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from octopipe.plans.plan import KINDS, Plan
 from octopipe.simulation.timeline import GIB, Timeline
 
 US = 1000.0
-"""Microseconds (the format's unit) in a millisecond."""
+"""Microseconds (the format's unit) per millisecond."""
 _COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _AFTER, _DOWN, _UP = range(7)
 
 
 def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
-    """The trace as a JSON-ready object."""
+    """Return the trace as a JSON-ready object."""
     threads = _Threads(timeline.num_ranks)
     events = [
         *_compute(timeline, plan, threads),
@@ -49,7 +49,7 @@ def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]
 
 
 def trace_bytes(timeline: Timeline, plan: Plan | None = None, *, compress: bool = True) -> bytes:
-    """The trace as a file; the same timeline always gives the same bytes."""
+    """Return the trace as the content of a file; the same timeline always gives the same bytes."""
     data = msgspec.json.encode(trace_events(timeline, plan))
     return gzip.compress(data, mtime=0) if compress else data
 
@@ -87,8 +87,7 @@ class _Threads:
 
 
 def _compute(timeline: Timeline, plan: Plan | None, threads: _Threads) -> Iterator[dict[str, Any]]:
-    """Slices for all ops. Two ops that run together are one slice, which contains slices for the computation of
-    each."""
+    """Yield slices for all ops. Ops that run together share one slice, which contains a slice for each computation."""
     s = timeline.spans
     second = np.zeros(s.rank.size, np.bool_)
     if plan is not None and (lead := plan.table().lead) is not None:
@@ -119,12 +118,13 @@ def _compute(timeline: Timeline, plan: Plan | None, threads: _Threads) -> Iterat
 
 
 def _exchange(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
-    """What is exchanged between expert ranks, on a thread of its own; and what pairs compute, within their slices."""
+    """Yield slices for the exchange between expert ranks, on a thread of its own, and for the computation of paired
+    ops, inside the slices of their pairs."""
     n = timeline.lanes
     if n is None:
         return
     s = timeline.spans
-    # The second op of a pair has no span of its own; both have their pieces within that of the first.
+    # The second op of a pair has an empty span; the segments of both lie within the span of the first.
     paired = np.zeros(s.rank.size + 1, np.bool_)
     paired[:-1] = s.end_ms <= s.start_ms
     paired[:-1] |= paired[1:]
@@ -175,7 +175,8 @@ def _transfers(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]
                 "dur": length,
                 "args": {"bytes": float(t.nbytes[i]), "peer": b if rank == a else a},
             }
-        # The flow binds to the slice around its time: just before the producer ends, at the consumer's start.
+        # A flow binds to the slice that contains its time stamp: just before the producer's end, and at the consumer's
+        # start.
         took = float(s.end_ms[producer] - s.start_ms[producer]) * US
         leaves = float(s.end_ms[producer]) * US - min(0.001, took / 2)
         flow = {"name": "transfer", "cat": "transfer", "id": i + 1}
@@ -194,7 +195,7 @@ def _transfers(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]
 
 
 def _host(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
-    """Slices for activations that move to host memory and back, with one thread per direction."""
+    """Yield slices for activations that move to host memory and back, with one thread per direction."""
     h = timeline.host
     if h is None:
         return
@@ -217,7 +218,7 @@ def _host(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
 
 
 def _rows(timeline: Timeline) -> np.ndarray:
-    """A row for every transfer, chosen so that transfers of one direction and row never overlap (row 0 if possible)."""
+    """Return a row for every transfer, so that transfers of one direction and row never overlap (row 0 if possible)."""
     t = timeline.transfers
     row = np.zeros(t.source.size, np.int32)
     free_at: dict[tuple[int, int], list[float]] = {}
@@ -249,7 +250,8 @@ def _memory(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, curve in enumerate(timeline.memory):
         if float(curve.bytes.max(initial=0.0)) <= 0:
             continue
-        # Of changes at the same time a counter can show one: the highest, so that peaks survive.
+        # A counter shows one value per time stamp: the highest, so that peaks are kept; the last value follows 0.5 ns
+        # later.
         times, first = np.unique(curve.times_ms, return_index=True)
         highest = np.maximum.reduceat(curve.bytes, first)
         last = curve.bytes[np.append(first[1:], curve.bytes.size) - 1]

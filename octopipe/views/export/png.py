@@ -1,7 +1,7 @@
 """Timelines as PNG: the SVG of the same timeline, drawn by resvg (the extra `octopipe[png]`).
 
-Knows: what resvg needs, and that a machine without fonts would give a picture without letters. Does not know: where
-the shapes stand (scene.py) or how they are written (svg.py).
+Knows: what resvg needs, and that without fonts on the machine the picture would lack all text. Does not know: where the
+shapes are (scene.py) or how they are written (svg.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PIXELS = 64_000_000
 def timeline_png(
     timelines: Timeline | Sequence[Timeline], *, width: float = 1000.0, scale: float = 2.0, title: str = ""
 ) -> bytes:
-    """One timeline, or several on a common axis; `scale` is pixels per unit of the SVG of the same width."""
+    """Draw one timeline, or several on a common axis; `scale` is pixels per unit of the SVG of the same width."""
     several = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     scene = timeline_scene(several, width=width, title=title)
     wide, high = round(scene.width * scale), round(scene.height * scale)

@@ -1,13 +1,13 @@
 """A plan as the schedule CSVs that torch.distributed.pipelining loads, with or without communication.
 
-Knows: what PyTorch's schedule text can say (one line per rank; F, I, W and B of one chain of stages; sends and the
-waits for them, receives, FSDP's unshard and reshard, the reduction of gradients and the wait for it), which version
-of PyTorch can say what, and two things its runtime needs said: micro-batches in the order in which the last stage
-runs them, and a stage on every rank. Does not know: torch.
+Knows: what PyTorch's schedule text can express (one line per rank; F, I, W and B of one chain of stages; sends and the
+waits for them, receives, FSDP's unshard and reshard, the reduction of gradients and the wait for it), which version of
+PyTorch supports what, and two requirements of its runtime: micro-batches in the order in which the last stage runs
+them, and a stage on every rank. Does not know: torch.
 
-PyTorch's runtime appends losses as they are computed and reads them by micro-batch: where the last stage runs
-0, 2, 1 it gives wrong gradients and no error. So micro-batches are renamed here in the last stage's order; they
-are alike, and only which slice of the batch is called 1 changes.
+PyTorch's runtime appends losses as they are computed and reads them by micro-batch: if the last stage runs 0, 2, 1, it
+computes wrong gradients without an error. So micro-batches are renamed here in the last stage's order; they are
+interchangeable, and only which slice of the batch is called 1 changes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ACTIONS_SINCE: dict[tuple[int, int], frozenset[str]] = {
     (2, 10): frozenset(("REDUCE_GRAD",)),
     (2, 15): frozenset(("WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B")),
 }
-"""The PyTorch that first had an action in its schedules (`torch/distributed/pipelining/schedules.py` of each)."""
+"""Actions by the PyTorch version that introduced them (in `torch/distributed/pipelining/schedules.py`)."""
 ACTIVE_STAGES = 3
-"""Sharded stages of one rank that are gathered at the same time, as in PyTorch's own lowering."""
+"""Number of a rank's sharded stages that are gathered at the same time, as in PyTorch's own lowering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class TorchOrder:
 
     plan: Plan
     renamed: tuple[int, ...]
-    """renamed[m]: what micro-batch m of the given plan is called now."""
+    """renamed[m]: the new number of micro-batch m of the given plan."""
     notes: tuple[str, ...]
-    """What differs from the given plan, a line each."""
+    """The differences from the given plan, one line each."""
 
 
 def torch_order(plan: Plan) -> TorchOrder:
-    """The plan in PyTorch's terms; raises one line that says why PyTorch cannot run it."""
+    """Return the plan in PyTorch's terms; raise OctoPipeError with the reason if PyTorch cannot run it."""
     plan.check()
     if plan.forks:
         raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
@@ -120,16 +120,16 @@ def torch_order(plan: Plan) -> TorchOrder:
 
 
 def pytorch_csv(plan: Plan) -> str:
-    """The text for `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`.
+    """Return the text for `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`.
 
-    R has no word in PyTorch's schedules: its stages recompute inside the backward when their module uses
-    activation checkpointing, so R ops are left out.
+    PyTorch's schedules have no R: its stages recompute inside the backward if their module uses activation
+    checkpointing, so R ops are left out.
     """
     return torch_order(plan).plan.to_csv()
 
 
 def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *, version: str | None = None) -> str:
-    """The text for `_load_csv(path, format="compute_comms")`: our order of sends and receives, proven.
+    """Return the text for `_load_csv(path, format="compute_comms")`, with our deadlock-free sends and receives.
 
     `costs` time the lowering (default: those that the plan carries). `version`: the PyTorch that will load it (default:
     the newest).
@@ -138,7 +138,7 @@ def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *
 
 
 def actions_of_version(version: str | None = None) -> frozenset[str]:
-    """The kinds of action in a schedule of this PyTorch (`2.13`, `2.15.0+cu130`); None: of the newest known.
+    """Return the kinds of action in schedules of a PyTorch version (`2.13`, `2.15.0+cu130`); None: of the newest known.
 
     >>> sorted(actions_of_version("2.15.0") - actions_of_version("2.14.1"))
     ['WAIT_REDUCE_GRAD', 'WAIT_SEND_B', 'WAIT_SEND_F']
@@ -153,22 +153,24 @@ def actions_of_version(version: str | None = None) -> frozenset[str]:
 
 
 def rows_with(rows: Iterable[Sequence[str]], kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """The rows without actions of other kinds, which an older PyTorch does not need."""
+    """Return the rows with only these kinds of action; an older PyTorch does not need the others."""
     return tuple(tuple(cell for cell in row if _kind(cell) in kinds) for row in rows)
 
 
 def _kind(cell: str) -> str:
-    """The kind of action in a cell; a pair is written `(2F3;1I0)OVERLAP_F_B`."""
+    """Return the kind of action in a cell; a pair is written `(2F3;1I0)OVERLAP_F_B`."""
     return cell.rpartition(")")[2] if cell.startswith("(") else cell.strip("0123456789")
 
 
 def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tuple[str, ...], ...]:
-    """Per rank: computation, sends, receives, waits, unshards, reshards and reductions, in order.
+    """Return, for every rank, computation, sends, receives, waits, unshards, reshards and reductions, in order.
 
-    Every send has a wait, which PyTorch asks for from 2.15 on: after the backward of the same stage and micro-batch
-    where the output went to another stage, else at the end. It never stalls, and it lets go of what was sent.
+    Every send has a wait, which PyTorch requires from 2.15 on: after the backward of the same stage and micro-batch if
+    the output went to another stage, else at the end. By then the send is complete, so the wait never stalls; it
+    releases the tensor that was sent.
 
-    Lowered for one in-order queue per rank, which no backend is stricter than: free of deadlocks everywhere.
+    The plan is lowered for one in-order queue per rank. No backend is stricter, so the order is free of deadlocks on
+    all.
     """
     for rank in range(plan.num_ranks):
         if not plan.orders[rank]:
@@ -185,7 +187,8 @@ def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tupl
                 ops = (step.op,) if step.beside is None else (step.op, step.beside)
                 cells.append(slot_text(ops))
                 for op in ops:
-                    # The gradient that this backward needed came from the stage the output was sent to: it has arrived.
+                    # The gradient for this backward came from the stage that received the output, so the send is
+                    # complete.
                     sent = f"{op.stage}WAIT_SEND_F{op.micro_batch}"
                     if op.kind in "BI" and sent in unwaited:
                         cells.append(sent)
@@ -206,7 +209,7 @@ def _way(op: Op) -> str:
 
 
 def _with_shards(cells: Sequence[str], slots: Sequence[Sequence[Op]]) -> list[str]:
-    """Cells with UNSHARD before a stage's use, RESHARD when others come first, REDUCE_GRAD after its last op."""
+    """Add UNSHARD before a stage's use, RESHARD when other stages come first, REDUCE_GRAD after its last op."""
     places = {slot_text(slot): k for k, slot in enumerate(slots)}
     last = {op.stage: k for k, slot in enumerate(slots) for op in slot}
     active: list[int] = []

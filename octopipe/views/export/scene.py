@@ -1,4 +1,4 @@
-"""A timeline as plain shapes: what the SVG writer draws, in the manner of pipeline papers.
+"""A timeline as plain shapes for the SVG writer, in the style of pipeline papers.
 
 Knows: rows of boxes with micro-batch numbers, an axis, a legend. Does not know: file formats.
 """
@@ -17,10 +17,10 @@ from octopipe.views.export.style import COLOURS, NAMES, kinds_in, shade, short_n
 
 INK, QUIET, IDLE, GRID = "#17212b", "#5b6875", "#f1f3f5", "#d8dee5"
 AFTER = "#b9c2cc"
-"""Of what follows the last op of a rank."""
+"""The colour of what follows the last op of a rank."""
 LEFT, RIGHT, LANE, GAP, TITLE, AXIS, LEGEND = 58.0, 14.0, 22.0, 3.0, 22.0, 24.0, 28.0
 _LETTER = 0.6
-"""Width of a letter in units of its size, near enough for every font."""
+"""Approximate width of a character relative to the font size, close enough for every font."""
 
 
 class Rect(NamedTuple):
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 class Label(NamedTuple):
     x: float
     y: float
-    """The baseline."""
+    """The y coordinate of the text's baseline."""
     text: str
     size: float = 11.0
     anchor: str = "start"
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
 
 
 def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, title: str = "", unit: str = "ms") -> Scene:
-    """One picture of one or several timelines on a common time axis, in `unit` (a schematic's may be another)."""
+    """Draw timelines on a common time axis; `unit` labels it (a schematic's unit is not ms)."""
     if not timelines or all(t.spans.rank.size == 0 for t in timelines):
         raise OctoPipeError("there is nothing to draw; the timeline has no ops")
     if not width >= 200:
@@ -94,11 +94,11 @@ def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, titl
 
 
 _ROWS = ((0.0, 1.0), (0.0, 0.62), (0.68, 0.32))
-"""Where an op stands in its rank's lane, as shares of its height: the whole of it; or compute above, exchange below."""
+"""Vertical start and height of an op as shares of its rank's lane: all of it; compute above; exchange below."""
 
 
 def _pieces(timeline: Timeline, rank: int) -> list[tuple[int, int, float, float]]:
-    """Span, row of `_ROWS`, start and end of everything that a rank did, in order of time."""
+    """Return span, row of `_ROWS`, start and end of everything that a rank did, in order of time."""
     s, n = timeline.spans, timeline.lanes
     if n is None:
         mine = np.flatnonzero(s.rank == rank)
@@ -123,7 +123,7 @@ def _lane(timeline: Timeline, rank: int, y: float, scale: float, step_ms: float)
         fill = f"#{r:02x}{g:02x}{blue:02x}"
         wide = b - a
         if wide < 0.4:
-            # Ops too thin to see merge with the thin one before, or a large plan makes a huge file.
+            # Ops too thin to see are merged with a thin op just before; otherwise a large plan makes a huge file.
             if lane in held and a - (held[lane][1].x + held[lane][1].width) < 0.4 and held[lane][1].width < 1.5:
                 at, thin = held[lane]
                 shapes[at] = thin._replace(width=b - thin.x)

@@ -1,6 +1,6 @@
-"""What every picture shares: the colour of an op kind, its shades, and where an axis puts its ticks.
+"""What all pictures share: the colours of op kinds, their shades, and the positions of an axis's ticks.
 
-Knows: colours (told apart with every common colour-vision deficiency; tests/views/test_export.py checks it) and
+Knows: colours (distinguishable with every common colour-vision deficiency; tests/views/test_export.py checks it) and
 round numbers. Does not know: any output format.
 
 >>> ticks(0, 100, 5), hex_colour("F")
@@ -39,11 +39,11 @@ BUBBLES: Mapping[str, Rgb] = MappingProxyType(
     }
 )
 SHADES = 4
-"""Lightness steps that tell neighbouring stages or micro-batches of one kind apart."""
+"""Number of lightness steps that distinguish neighbouring stages or micro-batches of one kind."""
 
 
 def shade(colour: Rgb, step: int, steps: int = SHADES) -> Rgb:
-    """The colour, lightened a little more with every step."""
+    """Return the colour, lightened a little more with every step."""
     amount = 0.42 * (step % steps) / max(steps - 1, 1)
     r, g, b = (round(c + (255 - c) * amount) for c in colour)
     return r, g, b
@@ -54,12 +54,12 @@ def hex_colour(kind: str, step: int = 0, steps: int = SHADES) -> str:
 
 
 def kinds_in(codes: set[int]) -> str:
-    """The kinds that occur, in the order a legend lists them."""
+    """Return the kinds that occur, in the order of a legend."""
     return "".join(kind for code, kind in enumerate(KINDS) if code in codes)
 
 
 def ticks(first: float, last: float, count: int) -> tuple[float, ...]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from first to last."""
+    """Return about `count` round numbers (1, 2 or 5 times a power of ten apart) from first to last."""
     span = last - first
     if not math.isfinite(span) or span <= 0 or count < 1:
         return (first,)
@@ -71,5 +71,5 @@ def ticks(first: float, last: float, count: int) -> tuple[float, ...]:
 
 
 def short_number(value: float) -> str:
-    """A number without needless digits: 1200, 12.5, 0.004."""
+    """Format a number without needless digits: 1200, 12.5, 0.004."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,6 +1,6 @@
 """Timelines as SVG, for papers and READMEs.
 
-Knows: SVG. Does not know: where the shapes stand (scene.py). The same timeline always gives the same bytes.
+Knows: SVG. Does not know: where the shapes are (scene.py). The same timeline always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 def timeline_svg(
     timelines: Timeline | Sequence[Timeline], *, width: float = 1000.0, title: str = "", unit: str = "ms"
 ) -> str:
-    """One timeline, or several on a common axis, as an SVG document."""
+    """Return one timeline, or several on a common axis, as an SVG document."""
     several = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     words = title or "; ".join(f"{t.label or 'timeline'}, {t.step_ms:.1f} {unit}" for t in several)
     return scene_svg(timeline_scene(several, width=width, title=title, unit=unit), words)
 
 
 def scene_svg(scene: Scene, words: str) -> str:
-    """The document; `words` is what a screen reader says."""
+    """Return the SVG document; `words` is the text for screen readers."""
     size = f'width="{_n(scene.width)}" height="{_n(scene.height)}" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(words)} '
@@ -53,6 +53,6 @@ def scene_svg(scene: Scene, words: str) -> str:
 
 
 def _n(value: float) -> str:
-    """Two decimals at most; no -0, no trailing zeros."""
+    """Format a number with at most two decimals; no -0, no trailing zeros."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text

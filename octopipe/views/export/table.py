@@ -28,7 +28,8 @@ COLUMNS = (
 
 
 def timeline_csv(timeline: Timeline, plan: Plan | None = None) -> str:
-    """`what` is compute, transfer (op: what is sent; rank: the sender) or the name of what follows the step."""
+    """Return the CSV text. `what` is compute, transfer (op: the op whose result is sent; rank: the sender), or the name
+    of what follows the step."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

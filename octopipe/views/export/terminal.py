@@ -1,7 +1,7 @@
 """A timeline as coloured text that fits the terminal.
 
-Knows: cells of characters. Does not know: whether anyone looks; without colour (a pipe, NO_COLOR) the same
-picture is plain ASCII: an op starts with its kind in upper case and goes on in lower case, idle is a dot.
+Knows: cells of characters. Does not know: what it is printed to; without colour (a pipe, NO_COLOR) the same picture is
+plain ASCII: an op starts with its kind in upper case and continues in lower case, idle time is a dot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INK = "rgb(16,24,32)"
 
 
 class TimelineText:
-    """A rich renderable; what is left out (width, colour) comes from the console that prints it."""
+    """A rich renderable; width and colour default to those of the console that prints it."""
 
     def __init__(self, timeline: Timeline, width: int | None = None, color: bool | None = None):
         self.timeline, self.width, self.color = timeline, width, color
@@ -33,12 +33,12 @@ class TimelineText:
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> TimelineText:
-    """The timeline for `console.print`: one line per rank, an axis and a legend."""
+    """Return the timeline for `console.print`: one line per rank, an axis and a legend."""
     return TimelineText(timeline, width, color)
 
 
 def timeline_lines(timeline: Timeline, width: int, color: bool, shades: int = SHADES) -> Iterator[Text]:
-    """The picture line by line, none wider than `width` (but never fewer than MIN_CELLS cells)."""
+    """Yield the picture line by line, at most `width` wide (but with at least MIN_CELLS cells)."""
     if timeline.spans.rank.size == 0:
         yield Text("(an empty timeline)")
         return
@@ -48,7 +48,7 @@ def timeline_lines(timeline: Timeline, width: int, color: bool, shades: int = SH
     right = len(" 100.0% busy")
     cells = max(width - left - right, MIN_CELLS)
     horizon = timeline.makespan_ms
-    # Of the whole step, as the bubble is: the two add up to 100 % over all ranks.
+    # Relative to the whole step, like the bubble: over all ranks the two add up to 100 %.
     busy = timeline.busy_ms / timeline.step_ms if timeline.step_ms > 0 else np.zeros(timeline.num_ranks)
     for rank, name in enumerate(names):
         line = Text(no_wrap=True, overflow="crop")
@@ -61,7 +61,7 @@ def timeline_lines(timeline: Timeline, width: int, color: bool, shades: int = SH
 
 
 def _owners(timeline: Timeline, rank: int, cells: int, horizon: float) -> np.ndarray:
-    """For every cell the span that fills most of it, or -1 where idle time does."""
+    """Return, for every cell, the span that fills most of it, or -1 if idle time does."""
     mine = np.flatnonzero(timeline.spans.rank == rank)
     scale = cells / horizon if horizon > 0 else 0.0
     owner = np.full(cells, -1, np.int64)
@@ -69,7 +69,7 @@ def _owners(timeline: Timeline, rank: int, cells: int, horizon: float) -> np.nda
     starts, ends = timeline.spans.start_ms[mine] * scale, timeline.spans.end_ms[mine] * scale
     for span, a, b in zip(mine.tolist(), starts.tolist(), ends.tolist()):
         first, last = int(a), min(int(np.ceil(b)), cells)
-        if last - first > 2:  # whole cells inside a long op need no arithmetic
+        if last - first > 2:  # cells fully inside a long op need no arithmetic
             inside = slice(first + 1, last - 1)
             owner[inside], cover[inside], idle[inside] = span, 1.0, 0.0
         for cell in {first, last - 1}:
@@ -103,7 +103,7 @@ def _lane(timeline: Timeline, rank: int, cells: int, horizon: float, color: bool
 
 
 def _axis(horizon: float, cells: int) -> str:
-    """Ticks under the cells: 0 ms, then round numbers."""
+    """Return the ticks under the cells: 0 ms, then round numbers."""
     out = [" "] * cells
     for at in ticks(0.0, horizon, max(cells // 16, 1)):
         text = "|" + short_number(at) + (" ms" if at == 0 else "")

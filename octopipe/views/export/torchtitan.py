@@ -1,7 +1,8 @@
-"""A plan in torchtitan's own settings: which modules form a model part, the schedule CSV, and a config module of both.
+"""A plan in torchtitan's own settings: the modules of every model part, the schedule CSV, a config module with both.
 
-Knows: what torchtitan can run without a patch: stage i on rank i mod pp with as many stages on every rank, or a V of
-two stages a rank. Does not know: torch, torchtitan. Any other plan runs through `octopipe.torchtitan.pipelining_fn`.
+Knows: what torchtitan can run without a patch: stage i on rank i mod pp with the same number of stages on every rank,
+or a V of two stages per rank. Does not know: torch, torchtitan. Any other plan runs through
+`octopipe.torchtitan.pipelining_fn`.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from octopipe.plans.plan import Plan
 from octopipe.views.export.pytorch import pytorch_csv, torch_order
 
 LOOP, V = "PipelineScheduleMulti", "ZBVZeroBubble"
-"""Names of torchtitan's schedules that place stages in a loop and in a V; the CSV brings the order."""
+"""Names of torchtitan's schedules that place stages in a loop and in a V; the CSV determines the order."""
 _OTHERWISE = "octopipe.torchtitan.pipelining_fn runs any plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitanSettings:
-    """What to set in a torchtitan config."""
+    """The values to set in a torchtitan config."""
 
     pp: int
     schedule: str
     parts: tuple[tuple[str, ...], ...]
-    """`module_fqns_per_model_part`."""
+    """The value of `module_fqns_per_model_part`."""
     csv: str
     num_micro_batches: int
     notes: tuple[str, ...]
 
     def lines(self, csv_path: str) -> str:
-        """As lines of a config function, the CSV at this path."""
+        """Return the settings as lines of a config function, with the CSV at this path."""
         parts = ",\n".join("    [" + ", ".join(f'"{name}"' for name in part) + "]" for part in self.parts)
         return (
             f"config.parallelism.pipeline_parallel_degree = {self.pp}\n"
@@ -47,9 +48,9 @@ class TitanSettings:
 
 
 def module_names(plan: Plan, *, head: tuple[str, ...] = ("norm", "lm_head")) -> tuple[tuple[str, ...], ...]:
-    """torchtitan's modules of every stage along the chain: embedding, blocks, norm and head.
+    """Return the names of torchtitan's modules in every stage along the chain: embedding, blocks, norm and head.
 
-    A plan's layer 0 is the embedding, layer k block k - 1, its last layer norm and head.
+    A plan's layer 0 is the embedding, layer k is block k - 1, and its last layer is norm and head.
     """
     if plan.num_layers < 2:
         raise OctoPipeError("a plan of one layer; torchtitan's models have at least an embedding and a head")
@@ -61,7 +62,7 @@ def module_names(plan: Plan, *, head: tuple[str, ...] = ("norm", "lm_head")) -> 
 
 
 def titan_settings(plan: Plan) -> TitanSettings:
-    """The plan in torchtitan's settings, or one line about why it needs the hook."""
+    """Return the plan in torchtitan's settings; raise OctoPipeError with the reason if it needs the hook."""
     order = torch_order(plan)
     pp, ranks = plan.num_ranks, [s.rank for s in order.plan.stages]
     count = len(ranks)
@@ -93,10 +94,11 @@ def titan_settings(plan: Plan) -> TitanSettings:
 
 
 def titan_module(plan: Plan, base: str, *, csv_name: str, plan_name: str) -> tuple[str, TitanSettings | None]:
-    """A Python module with a config function `planned` for torchtitan's --module and --config, and the settings whose
-    CSV belongs beside it under `csv_name`; None where the module runs the plan's file `plan_name` through the hook.
+    """Return a Python module with a config function `planned` for torchtitan's --module and --config, and the settings.
 
-    `base` is the config that it changes, as MODULE:CONFIG: a module of torchtitan.models, or one with dots in its name.
+    The CSV of the settings must be stored next to the module as `csv_name`. If the settings cannot express the plan,
+    they are None, and the module runs the plan file `plan_name` through the hook. `base` is the config that the module
+    changes, as MODULE:CONFIG: a module of torchtitan.models, or one with dots in its name.
     """
     found = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", base)
     if found is None:
@@ -106,7 +108,7 @@ def titan_module(plan: Plan, base: str, *, csv_name: str, plan_name: str) -> tup
         settings = titan_settings(plan)
         lines, more = settings.lines("CSV").replace('"CSV"', f'str(HERE / "{csv_name}")').partition("# ")[0], ""
     except OctoPipeError:
-        torch_order(plan)  # what its pipelining cannot run at all is refused
+        torch_order(plan)  # raises if PyTorch's pipelining cannot run the plan at all
         settings, more = None, "import dataclasses\n"
         lines = (
             "import octopipe.torchtitan\n"

@@ -1,7 +1,7 @@
 """A cluster's plan as a panel: tokens per second against GPUs, memory against the limit, the splits in a table.
 
-Knows: how the record that `octopipe plan` keeps beside a plan is drawn, as HTML and SVG without scripts. Does not know:
-how splits are found, or pages around it (page.py, serve.py).
+Knows: how the record that `octopipe plan` stores in a plan is drawn, as HTML and SVG without scripts. Does not know:
+how splits are found, or the pages around the panel (page.py, serve.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from octopipe.views.report.assets import asset, fill
 from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
-"""Of a plan's `extra`."""
+"""Key of the record in a plan's `extra`."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
 LETTER = 7.4
-"""The width of a letter of a label, the bold one's too, at 12 px in any sans-serif font."""
+"""The width of a character of a label, also of a bold one, at 12 px in any sans-serif font."""
 MOST_ROWS = 12
 MOST_POINTS = 64
 MOST_WHY = 6
-"""Splits whose time is drawn in parts."""
+"""The largest number of splits whose step time is drawn in parts."""
 STYLE = """
 .plan-command { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px; }
@@ -64,7 +64,7 @@ document.getElementById("theme").addEventListener("click", () => {
 
 
 def panel(record: object) -> str:
-    """The HTML of the panel; empty if there is no record."""
+    """Return the HTML of the panel; empty if there is no record."""
     if not isinstance(record, Mapping):
         return ""
     try:
@@ -88,7 +88,7 @@ def panel(record: object) -> str:
 
 
 def _commands(lines: Mapping[str, Any]) -> str:
-    """The command that starts the chosen split on every runtime, or the reason why there is none."""
+    """Return the commands that start the chosen split on every runtime, or the reason why there is none."""
     out = []
     for name, line in lines.items():
         text, runtime = str(line), html.escape(str(name))
@@ -100,7 +100,7 @@ def _commands(lines: Mapping[str, Any]) -> str:
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The breakdown of the step time for the best split, for today's split and for the splits closest to the best."""
+    """Draw the parts of the step time for the best split, for today's split and for the splits closest to the best."""
     known = [r for r in rows if isinstance(r.get("why"), Mapping)]
     today = [r for r in known if r.get("how") == "today"]
     shown = [*known[:1], *today, *(r for r in known[1:] if r.get("how") != "today")][:MOST_WHY]
@@ -111,7 +111,7 @@ def _why(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _labels(rows: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any], int], str]) -> list[str]:
-    """Every row's label; rows that would share one say how they were found, too."""
+    """Return every row's label; rows with equal labels also state how they were found."""
     names = [label(row, number) for number, row in enumerate(rows)]
     return [
         f"{name} {row['how']}" if names.count(name) > 1 and row.get("how") else name
@@ -125,7 +125,7 @@ def _why_label(row: Mapping[str, Any], number: int) -> str:
 
 
 def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
-    """The panel as a page of its own, with the chosen plan's file to take along where it is given."""
+    """Return the panel as a page of its own, with a link to download the plan file if one is given."""
     link = ""
     if plan is not None:
         data = base64.b64encode(plan).decode()
@@ -143,7 +143,7 @@ def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
 
 
 def _nice(most: float) -> float:
-    """The next round number above a value."""
+    """Return the smallest round number that is at least the value; 1 if the value is not positive and finite."""
     if not most > 0 or not math.isfinite(most):
         return 1.0
     power = 10.0 ** math.floor(math.log10(most))
@@ -165,7 +165,7 @@ def _gpus(row: Mapping[str, Any]) -> int:
 
 
 def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
-    """Tokens per second of the best split against the number of GPUs, both axes in powers, beside perfect scaling."""
+    """Plot the best split's tokens per second by number of GPUs, on logarithmic axes, with perfect scaling."""
     known = sorted((_gpus(r), float(r["tokens_per_second"]), str(r["split"])) for r in rows if r.get("fits"))
     missing = [_gpus(r) for r in rows if not r.get("fits")]
     for count, value, _ in known:
@@ -217,7 +217,7 @@ def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Peak of the fullest GPU of every split against its limit."""
+    """Plot the peak memory of the fullest GPU against its limit, for every split."""
     bar, gap = 18, 7
     height = TOP + len(rows) * (bar + gap) + 30
     most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
@@ -248,14 +248,14 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _split_label(row: Mapping[str, Any]) -> str:
-    """The split with its ZeRO level: rows that differ in that alone hold different bytes."""
+    """Return the split with its ZeRO level, because rows that differ only in that need different memory."""
     name = str(row["split"])
     named = "ZeRO" in name or "FSDP" in name
     return short(f"{name}, ZeRO-{row['zero']}" if row.get("zero") and not named else name)
 
 
 def short(split: str) -> str:
-    """A split's words as a label.
+    """Shorten a split's description to a label.
 
     >>> short("tp 2, pp 8, vp 10, dp 4, micro-batch 1, FSDP")
     'tp2 pp8 vp10 dp4 mb1 FSDP'

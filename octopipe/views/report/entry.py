@@ -1,7 +1,7 @@
-"""One timeline of a report, with the plan and the costs behind it where they are known.
+"""One timeline of a report, with its plan and costs if they are known.
 
-Knows: which numbers and arrays the page needs, and what it needs to simulate again (the what-if panel).
-Does not know: HTML.
+Knows: which numbers and arrays the page needs, and what it needs to simulate again (the what-if panel). Does not know:
+HTML.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from octopipe.views.report.memory import memory_model, micro_batch_classes
 from octopipe.views.report.pack import Packer
 
 TICKS = 1 << 30
-"""Times are whole numbers of 1/2**30 of the entry's length: nine digits."""
+"""Times are stored as integer multiples of 1/2**30 of the entry's length, which keeps nine digits."""
 MEMORY_POINTS = 60_000
-"""Points of all memory curves of an entry together; beyond, neighbours merge (their maximum is kept)."""
+"""The most points in all memory curves of an entry; above it, neighbours are merged into their maximum."""
 MAX_WHAT_IF_NUMBERS = 200_000
 MAX_LANE_PIECES = 400_000
-"""Segments of compute and exchange lanes of an entry; of a plan with more only whole ops are drawn."""
+"""The largest number of segments on compute and exchange lanes of an entry; above it, only whole ops are drawn."""
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A timeline to show; with its plan it has layers, with costs besides it can be simulated in the page."""
+    """A timeline to show. With its plan the page can show layers; with costs too, it can simulate again."""
 
     timeline: Timeline
     plan: Plan | None = None
@@ -48,7 +48,7 @@ class Entry:
 
 
 def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
-    """The entry as JSON-ready values; long arrays go into `pack` and appear as their column's number."""
+    """Return the entry as JSON-ready values; long arrays go into `pack` and are referred to by column number."""
     t = entry.timeline
     horizon = max(t.step_ms, float(t.transfers.end_ms.max(initial=0.0)), 1e-9)
     tick = horizon / TICKS
@@ -76,7 +76,7 @@ def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
         out["symbols"] = entry.costs.symbols
         out["layer_ms"] = entry.costs.layer_ms.tolist()
         out["memory_model"] = memory_model(entry.plan, entry.costs, pack) if t.memory else None
-        # The page's simulator runs one op at a time; of pairs it would say something else than the timeline.
+        # The page's simulator runs one op at a time; for plans with pairs its result would differ from the timeline.
         if not t.measured and entry.channel == "directed" and not entry.plan.pairs:
             out["what_if"] = what_if(entry.plan, entry.costs, t, pack)
     return out
@@ -106,7 +106,7 @@ def _whole(times_ms: Floats, tick: float) -> NDArray[np.int64]:
 
 def _spans(t: Timeline, tick: float, pack: Packer) -> dict[str, int]:
     start, end = _whole(t.spans.start_ms, tick), _whole(t.spans.end_ms, tick)
-    # A rank's op starts where the one before it ended, or a gap later; the page adds the gaps up again.
+    # Only the gap since the previous op of the rank is stored; the page adds gaps and durations up again.
     before = np.concatenate(([0], end[:-1]))
     new_rank = np.concatenate(([True], t.spans.rank[1:] != t.spans.rank[:-1]))[: start.size]
     gap = start - np.where(new_rank, 0, before[: start.size])
@@ -120,7 +120,8 @@ def _spans(t: Timeline, tick: float, pack: Packer) -> dict[str, int]:
 
 
 def _lanes(t: Timeline, tick: float, pack: Packer) -> dict[str, Any] | None:
-    """What the compute and the exchange lane of every rank did, by rank and time; None where ops are all there is."""
+    """Return the segments on every rank's compute and exchange lanes, by rank and time; None if there are no lanes, or
+    if they have more segments than `MAX_LANE_PIECES`."""
     n = t.lanes
     if n is None or not 0 < n.span.size <= MAX_LANE_PIECES:
         return None
@@ -153,7 +154,7 @@ def _transfers(t: Timeline, tick: float, pack: Packer) -> dict[str, int]:
 
 
 def _binding(t: Timeline) -> NDArray[np.int64]:
-    """How far back the binding node stands; zero where there is none (no node binds itself)."""
+    """Return the distance back to each node's binding node; zero if it has none (no node binds itself)."""
     own = np.arange(t.binding.size, dtype=np.int64)
     return np.where(t.binding < 0, 0, own - t.binding)
 
@@ -175,9 +176,10 @@ def _memory(t: Timeline, tick: float, pack: Packer) -> dict[str, Any] | None:
 
 
 def thin_out(curve: MemoryCurve, limit: int) -> MemoryCurve:
-    """The curve with simultaneous changes merged into their maximum, then at most about `limit` points.
+    """Return the curve with simultaneous changes merged into their maximum, then reduced to about `limit` points at
+    most.
 
-    Merging keeps each group's maximum and its last level, so peaks stay where they are.
+    Merging keeps each group's maximum and its last level, so peaks are preserved.
     """
     times, values = curve.times_ms, curve.bytes
     if times.size == 0:
@@ -189,7 +191,7 @@ def thin_out(curve: MemoryCurve, limit: int) -> MemoryCurve:
     highest = np.maximum.reduceat(values, first)
     last = values[np.append(first[1:], times.size) - 1]
     end = times[np.append(first[1:], times.size) - 1]
-    # Two points per group: its maximum from its start on, its last level from its end on.
+    # Two points per group: its maximum from its start on, and its last level from its end on.
     both_times, both = np.stack((times[first], end), 1).ravel(), np.stack((highest, last), 1).ravel()
     keep = np.append(True, (np.diff(both) != 0))
     return MemoryCurve(both_times[keep], both[keep], curve.static_bytes)
@@ -214,7 +216,7 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
 
 
 def _forks(plan: Plan) -> dict[str, Any]:
-    """The edges of paths that fork or join, and which stages hold a shard; nothing for chains."""
+    """Return the edges of paths that fork or join, and which stages hold a shard; empty for chains."""
     if not plan.edges:
         return {}
     shards = [None if stage.shard is None else list(stage.shard) for stage in plan.stages]
@@ -222,7 +224,7 @@ def _forks(plan: Plan) -> dict[str, Any]:
 
 
 def _seconds(plan: Plan) -> NDArray[np.int64]:
-    """The ops that run together with the one before them."""
+    """Return the ops that run together with the op before them."""
     lead = plan.table().lead
     return np.zeros(0, np.int64) if lead is None else np.flatnonzero(lead != np.arange(lead.size))
 
@@ -233,13 +235,13 @@ def _number(value: Any) -> float | None:
 
 
 def search_unit(search: Any) -> str:
-    """What a tuner's log counts in: seconds, or moves where the search was given a number of them."""
+    """Return the unit of a tuner's log: seconds, or moves if the search was given a number of them."""
     rows = [row for row in search if isinstance(row, dict)] if isinstance(search, list | tuple) else []
     return "moves" if rows and not any("t" in row or "seconds" in row for row in rows) else "s"
 
 
 def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
-    """[seconds or moves, phase, best_ms] of a tuner's log; whatever is not of that shape is left out."""
+    """Return [seconds or moves, phase, best_ms] for each row of a tuner's log; rows of any other form are left out."""
     when = ("t", "seconds") if search_unit(search) == "s" else ("iteration",)
     points: list[list[Any]] = []
     for row in search if isinstance(search, list | tuple) else ():
@@ -253,10 +255,11 @@ def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
 
 
 def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> dict[str, Any] | None:
-    """All that the page's simulator needs: op times split by layer kind, transfer times, what follows.
+    """Return all that the page's simulator needs: op times split by layer kind, transfer times, what follows.
 
-    Micro-batches of one size and route share a class: times are per class, not per micro-batch. None for paths
-    that fork or join, for layers that are cut, and for activations in host memory: the page's simulator knows chains.
+    Micro-batches of one size and route share a class, and times are stored per class. Returns None for paths that fork
+    or join, for split layers and for activations in host memory, because the page's simulator supports only chains;
+    also None if there are too many numbers.
     """
     if plan.forks or plan.offloads:
         return None
@@ -287,7 +290,8 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
 
 
 def _twins(plan: Plan) -> list[list[int]]:
-    """Per stage, the stages whose weight gradients its reduction waits for: itself, and its copies' overlaps."""
+    """Return, for every stage, the stages whose weight gradients its reduction waits for: all that share layers with
+    it, itself included."""
     if not plan.replicas():
         return [[s] for s in range(len(plan.stages))]
     return [

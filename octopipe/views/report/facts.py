@@ -1,7 +1,7 @@
-"""What a timeline's numbers are for: the set-up as named facts, and what turns a step time into a throughput.
+"""What a timeline's numbers are for: the set-up as named facts, and the factors from step time to throughput.
 
-Knows: GPU, parallel sizes, batch and precision as a reader wants to see them. Does not know: HTML, or how the step
-time came about. What nobody said is left out, never guessed.
+Knows: how GPU, parallel sizes, batch and precision are shown to a reader. Does not know: HTML, or how the step time was
+obtained. Facts that are not known are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SETTING_NAMES = {
     "micro_batches": "micro-batches", "micro_batch_size": "micro-batch size", "precision": "precision",
     "device": "device", "world_size": "processes", "dtype": "precision",
 }  # fmt: skip
-"""Keys of a timeline's own setting that the page shows, and what it calls them."""
+"""Keys of a timeline's setting that the page shows, and the names it uses for them."""
 
 
 def facts_of(timeline: Timeline, plan: Plan | None, costs: CostTable | None) -> list[list[str]]:
-    """[name, value] pairs for the page's head; empty where nobody said what the numbers are for."""
+    """Return [name, value] pairs for the page's head; empty if the set-up is not known."""
     if costs is None or costs.setup is None:
         own = timeline.setting
         return [[SETTING_NAMES[k], str(own[k])[:80]] for k in SETTING_NAMES if own.get(k) not in (None, "", [])]
@@ -51,7 +51,7 @@ def _of_setup(setup: Setup, plan: Plan | None, costs: CostTable, ranks: int) -> 
 
 
 def rates_of(timeline: Timeline, plan: Plan | None, costs: CostTable | None) -> dict[str, float | None] | None:
-    """Throughput of a step of one second; the page divides by the step's seconds, also under what-if."""
+    """Return the throughput of a step of one second; the page divides it by step times, also of what-ifs."""
     if costs is None or plan is None:
         return None
     rate = costs.throughput(timeline.num_ranks, plan.num_micro_batches, 1e3)

@@ -1,6 +1,6 @@
-"""Searches that run behind the local page: one at a time, watched, cancelled, kept for download.
+"""Searches that run behind the local page: one at a time, with progress, cancellation and downloads.
 
-Knows: how a request becomes a search and what can be asked of it meanwhile. Does not know: HTTP (serve.py).
+Knows: how a request becomes a search, and what can be done with it while it runs. Does not know: HTTP (serve.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from octopipe.views.report.page import report_data, report_html
 
 MAX_RANKS, MAX_MICRO_BATCHES, MAX_BUDGET_S, KEPT = 128, 1024, 3600.0, 20
 STOP_S = 2.0
-"""How long a search that is stopped may take to hand over its best plan; then the one seen last counts."""
+"""Seconds that a stopped search may take to return its best plan; afterwards the best plan it reported last is used."""
 ABANDONED_S = 15.0
-"""A search whose page has been closed for so long makes room for the next one; a page that is loaded again is not."""
+"""A search whose page was closed this long ago gives way to the next one; reloading a page does not take so long."""
 Tune = Callable[..., Any]
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the form sends besides the set-up."""
+    """The fields of the form other than the set-up."""
 
     model: str
     pp: int
@@ -56,7 +56,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise OctoPipeError(f"seconds to search: {self.budget_s:g}; give a number up to {MAX_BUDGET_S:g}")
 
     def setup(self) -> dict[str, Any]:
-        """The keywords of `resolve_costs` that were filled in; a form's inputs hold text."""
+        """Return the keywords of `resolve_costs` that were filled in, parsed, since a form's inputs are text."""
         out = {}
         for name, how in keyword_fields().items():
             value = getattr(self, name)
@@ -69,16 +69,16 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 Request = msgspec.defstruct(
     "Request",
-    [(name, object, None) for name in keyword_fields()],  # every field checks what it is given itself
+    [(name, object, None) for name in keyword_fields()],  # every field checks its own value
     bases=(Asked,),
     kw_only=True,
     forbid_unknown_fields=True,
 )
-"""What the form sends: an `Asked` with every keyword of the set-up."""
+"""All fields of the form: `Asked` with every keyword of the set-up."""
 
 
 def parse_request(data: bytes) -> Asked:
-    """The request in the form's JSON; raises one line that says what is wrong with it."""
+    """Return the request in the form's JSON; raise OctoPipeError with one line that says what is wrong with it."""
     try:
         found: Any = msgspec.json.decode(data, type=Request)
         return cast(Asked, found)
@@ -96,7 +96,7 @@ class Job:
         self.costs: CostTable = resolve_costs(model, pp=request.pp, micro_batches=request.micro_batches, **setup)
         self.titles = {name: get_system(name).title for name in request.systems}
         self.notes: list[str] = []
-        """Systems that do not apply here, each with its reason."""
+        """Systems that do not apply to this request, each with its reason."""
         self.compared: list[Entry] = []
         self.state, self.error = "running", ""
         self.seconds, self.iterations, self.phase = 0.0, 0, ""
@@ -104,7 +104,7 @@ class Job:
         self.lower_bound_ms: float | None = None
         self.plan: Plan | None = None
         self.version = 0
-        """Grows whenever there is more to draw."""
+        """Increases whenever there is more to draw."""
         self.changed = threading.Condition()
         self._stop = False
         self._watchers, self._unwatched_since = 0, math.inf
@@ -113,7 +113,7 @@ class Job:
         self._drawn: tuple[int, Any] | None = None
 
     def _compare(self) -> None:
-        """Build the systems' plans, one by one: some solve for theirs and take a while."""
+        """Build the systems' plans one by one, since some of them run a solver and take a while."""
         for name, title in self.titles.items():
             if self._stop:
                 return
@@ -132,13 +132,13 @@ class Job:
                 self.changed.notify_all()
 
     def run(self) -> None:
-        """The search itself; call it on a thread of its own."""
+        """Run the search; to be called on a thread of its own."""
         r = self.request
         try:
             self._compare()
             result = self._tune(self.costs, r.pp, r.micro_batches, budget_s=r.budget_s, progress=self._progress)
             with self.changed:
-                if self.state != "running":  # it was stopped, and took too long to hear it
+                if self.state != "running":  # it was stopped, and responded too late
                     return
                 self.plan, self.best_ms = result.plan, float(result.step_ms)
                 self.lower_bound_ms, self.seconds = float(result.lower_bound_ms), float(result.seconds)
@@ -148,7 +148,7 @@ class Job:
             self._end("stopped", str(error))
         except OctoPipeError as error:
             self._end("failed", str(error))
-        except Exception as error:  # a fault of ours: say so in the page, and let the server live on
+        except Exception as error:  # an internal error: show it on the page and keep the server running
             self._end("failed", f"the search failed: {type(error).__name__}: {error}"[:300])
         with self.changed:
             self.version += self.plan is not None
@@ -163,7 +163,7 @@ class Job:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A context in which the job counts as watched."""
+        """Return a context in which the job counts as watched."""
         with self.changed:
             self._watchers += 1
         try:
@@ -174,14 +174,14 @@ class Job:
                 self._unwatched_since = time.monotonic()
 
     def is_abandoned(self) -> bool:
-        """Whether the job was watched before and is not watched any more."""
+        """Whether the job was watched before, but not for the last `ABANDONED_S` seconds."""
         return self._watchers == 0 and time.monotonic() - self._unwatched_since > ABANDONED_S
 
     def _progress(self, seen: Any) -> bool:
         with self.changed:
             if self.state != "running":
                 return True
-            # Plain numbers: a search may report numpy's, which JSON does not know.
+            # Convert to Python numbers: a search may report numpy numbers, which JSON cannot encode.
             self.seconds, self.iterations, self.phase = float(seen.seconds), int(seen.iterations), str(seen.phase)
             self.best_ms = float(seen.best_ms) if math.isfinite(seen.best_ms) else None
             self.lower_bound_ms = float(seen.lower_bound_ms)
@@ -193,7 +193,7 @@ class Job:
         return self._stop
 
     def cancel(self) -> None:
-        """Ask the search to stop. One that is in the middle of a huge schedule is not waited for."""
+        """Ask the search to stop. If it does not within `STOP_S` seconds, it counts as stopped anyway."""
         self._stop = True
         if self.state == "running":
             timer = threading.Timer(STOP_S, self._end, ["stopped"])
@@ -206,7 +206,7 @@ class Job:
             self.changed.wait_for(lambda: self.state != "running", timeout=seconds)
 
     def status(self) -> dict[str, Any]:
-        """What the page's progress panel shows."""
+        """Return the data of the page's progress panel."""
         return {
             "state": self.state,
             "error": self.error,
@@ -221,7 +221,7 @@ class Job:
         }
 
     def entries(self) -> list[Entry]:
-        """The systems compared with, then the best plan so far."""
+        """Return the systems' plans, then the best plan so far."""
         out = list(self.compared)
         plan = self.plan
         if plan is not None:
@@ -229,7 +229,7 @@ class Job:
         return out
 
     def data(self) -> dict[str, Any]:
-        """The report's data, made anew only when the best plan has changed."""
+        """Return the report's data, computed again only if there is more to draw."""
         version = self.version
         if self._drawn is None or self._drawn[0] != version:
             head, columns = report_data(self.entries())
@@ -240,18 +240,18 @@ class Job:
         return report_html(self.entries())
 
     def saved_plan(self) -> Plan:
-        """The plan with the setting that prices it again."""
+        """Return the best plan with the setting from which its costs can be computed again."""
         if self.plan is None:
             raise OctoPipeError("there is no plan yet; wait for the first one")
         return self.plan.with_extra(**carried(self.costs, self._setting))
 
 
 class Jobs:
-    """All searches of a server; at most one runs."""
+    """All searches of a server; at most one runs at a time."""
 
     def __init__(self, models: Mapping[str, str], tune: Tune):
         self.models = models
-        """What the form offers, and what to resolve for it (a preset's name or a file)."""
+        """The names that the form offers, and what each resolves to (a preset's name or a file)."""
         self._tune = tune
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()

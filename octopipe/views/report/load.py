@@ -1,7 +1,7 @@
-"""Files into report entries: plan files are priced and simulated, timeline files are shown as they are.
+"""Loads files as report entries: plan files are simulated, timeline files are shown as they are.
 
-Knows: which kind of file is which. Does not know: how a plan finds its costs (plan_setting.py), what must hold in a
-timeline (timeline_record.py), or the command line.
+Knows: which kind of file is which. Does not know: how a plan's costs are found (plans/setting.py), the rules for a
+valid timeline (simulation/timeline_file.py), or the command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octopipe.views.report.entry import Entry
 
 
 def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
-    """A plan file (simulated) or a timeline file as an entry of a report."""
+    """Load a plan file (and simulate it) or a timeline file as an entry of a report."""
     where = shown(path)
     data = read_bytes(path, most_bytes=MAX_TIMELINE_BYTES)
     form = _format(data, where)
@@ -38,7 +38,7 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
         plan = plan_from_json(data, where)
         costs = costs_of_plan(plan, setting, where)
         if any(value is not None for value in setting.values()):
-            plan = plan.with_extra(lower_bound_ms=None)  # proven for the plan's own costs, not for those asked for
+            plan = plan.with_extra(lower_bound_ms=None)  # proven for the plan's own costs, not for the given ones
         label = str(plan.extra.get("label") or plan.extra.get("system") or stem_of(path))
         return Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
     raise OctoPipeError(
@@ -47,7 +47,7 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
 
 
 def load_entries(paths: Sequence[str | Path], setting: Mapping[str, Any]) -> list[Entry]:
-    """All files in order; timelines borrow layers from a plan of the same ops, no two have one label."""
+    """Load all files in order. A timeline gets layers from a plan with the same ops, and all labels are unique."""
     entries = [load_entry(path, setting) for path in paths]
     labels = told_apart([(e.name, e.timeline.measured, stem_of(path)) for e, path in zip(entries, paths, strict=True)])
     plans = [e for e in entries if e.plan is not None]
@@ -64,7 +64,7 @@ def load_entries(paths: Sequence[str | Path], setting: Mapping[str, Any]) -> lis
 
 
 def told_apart(found: Sequence[tuple[str, bool, str]]) -> list[str]:
-    """Labels from names, whether each was measured, and the files they are from: what differs is what is said.
+    """Return unique labels from names, whether each was measured, and the files; a label states only what is needed.
 
     >>> told_apart([("octopipe", False, "plan"), ("octopipe", True, "run"), ("1f1b", False, "base")])
     ['octopipe, predicted', 'octopipe, measured', '1f1b']
@@ -91,7 +91,7 @@ def told_apart(found: Sequence[tuple[str, bool, str]]) -> list[str]:
 
 
 def same_ops(a: Timeline, b: Timeline) -> bool:
-    """Do the two run the same ops in the same order on every rank?"""
+    """Whether both run the same ops in the same order on every rank."""
     names = ("rank", "stage", "kind", "micro_batch")
     return all(np.array_equal(getattr(a.spans, n), getattr(b.spans, n)) for n in names)
 

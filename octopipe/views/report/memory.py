@@ -1,8 +1,8 @@
-"""What a rank's memory is filled with: the numbers from which the page computes every part at every time.
+"""What fills a rank's memory: the numbers from which the page computes every part at every time.
 
 Knows: which parts can be told apart (weights, gradients, optimizer state; activations; buffers between stages;
-workspace of the running op) and the bytes behind each. Does not know: when anything happens; the page's memory.js
-adds the parts up over time, by the rules of `simulator.memory_curves`.
+workspace of the running op) and the bytes of each. Does not know: when anything happens; the page's memory.js adds the
+parts up over time, by the rules of `simulator.memory_curves`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from octopipe.plans.price import boundary_bytes, stage_memory, static_bytes, wor
 from octopipe.views.report.pack import Packer
 
 WHOLE_STATE = "weights, gradients and optimizer state"
-"""One part where the costs do not say how it divides: a profile or a table of one's own."""
+"""The name used if the costs do not say how static memory divides, such as those of a profile or of a user's table."""
 MAX_NUMBERS = 200_000
 
 
 def state_shares(costs: CostTable) -> dict[str, float]:
-    """How the static bytes of every layer divide; one part where that is not known.
+    """Return the shares into which the static bytes of every layer divide; a single part if that is not known.
 
-    Known where the costs come from our own formulas for a named GPU. That is checked against the gradients' bytes:
-    costs changed by hand, or experts with fewer replicas than the dense weights beside them, do not divide so.
+    It is known if the costs come from our own formulas for a named GPU. The shares are checked against the bytes of the
+    gradients: costs that were changed by hand, or experts with fewer replicas than the dense weights beside them,
+    divide differently.
     """
     setup = costs.setup
     if setup is None or setup.gpu is None:
@@ -40,7 +41,7 @@ def state_shares(costs: CostTable) -> dict[str, float]:
     n = footprint.shards_of(setup, cluster).dense
     weights, gradients, state = footprint.WEIGHT_BYTES, setup.gradient_bytes, footprint.STATE_BYTES
     if setup.zero == 3:
-        # The fp32 master is the weight's only copy: 4 of the 12 bytes are weights, the two moments are state.
+        # The fp32 master is the only copy of the weight: 4 of the 12 bytes are weights, the two moments are state.
         weights, gradients, state = 4.0 / n, gradients / n, (state - 4.0) / n
     else:
         gradients /= n if setup.zero >= 2 else 1.0
@@ -53,7 +54,7 @@ def state_shares(costs: CostTable) -> dict[str, float]:
 
 
 def micro_batch_classes(plan: Plan, costs: CostTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Micro-batches of one size and route share a class: a member of each, and the class of every micro-batch."""
+    """Group micro-batches by size and route; return a member of each class, and each micro-batch's class."""
     route = np.asarray(plan.route_of_micro_batch)[:, None]
     factor = costs.micro_batch_factor
     key = route.astype(float) if factor is None else np.hstack((route, factor[: plan.num_micro_batches]))
@@ -62,8 +63,8 @@ def micro_batch_classes(plan: Plan, costs: CostTable) -> tuple[NDArray[np.int64]
 
 
 def memory_model(plan: Plan, costs: CostTable, pack: Packer) -> dict[str, Any] | None:
-    """Bytes per class of micro-batches and stage; None where nothing is known, it is too much, paths fork, or
-    activations go to host memory."""
+    """Return the bytes per class of micro-batches and stage. None if no bytes are known, there are too many numbers,
+    paths fork, or activations are offloaded to host memory."""
     if plan.forks or plan.offloads:
         return None
     member, class_of = micro_batch_classes(plan, costs)

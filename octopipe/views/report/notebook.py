@@ -1,6 +1,6 @@
-"""Timelines and plans as they show themselves in a notebook: a picture and its numbers, no scripts.
+"""Timelines and plans in a notebook: a picture and its numbers, without scripts.
 
-Knows: what `_repr_html_` shows, and that a plan is only given times where it carries the costs it was made for. Does
+Knows: what `_repr_html_` shows, and that a plan is shown with times only if it carries the costs it was made for. Does
 not know: the interactive report (page.py). The package registers `notebook_html` for it (`octopipe/__init__.py`).
 """
 
@@ -20,12 +20,12 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.svg import timeline_svg
 
 MAX_INLINE_OPS = 3000
-"""Beyond, the picture becomes an image of its own: thousands of boxes in the page make an editor slow."""
+"""Above this number of ops the picture is embedded as an image: thousands of boxes in the page make an editor slow."""
 SCHEMATIC = "a schematic of the order alone: every layer takes one unit for F, I and W, so its lengths are no times"
 
 
 def notebook_html(what: object) -> str | None:
-    """A small HTML fragment about a timeline, or about a plan with the costs it carries; None for anything else."""
+    """Return an HTML fragment about a timeline, a plan, a comparison or a tuning result; None for anything else."""
     if isinstance(what, Timeline):
         setting = ", ".join(f"{key} {value}" for key, value in what.setting.items() if value is not None)
         return _fragment(what, "; ".join(filter(None, (_numbers(what), setting))))
@@ -43,7 +43,7 @@ def notebook_html(what: object) -> str | None:
 
 
 def _comparison(found: Comparison) -> str:
-    """A table, best first, with a bar per step time."""
+    """Return the comparison as a table, best first, with a bar for every step time."""
     ran = [r for r in found.results if not r.reason]
     longest = max((r.step_ms for r in ran), default=1.0)
     head = "".join(f"<th style='text-align:right'>{name}</th>" for name in ("step ms", "speed-up", "bubble", "GiB"))
@@ -68,7 +68,7 @@ def _comparison(found: Comparison) -> str:
 
 
 def plan_timeline(plan: Plan) -> tuple[Timeline, str]:
-    """The plan simulated with the costs it carries, else as a schematic in units; and which it is."""
+    """Simulate the plan with the costs it carries, else with unit costs; return the timeline and a description."""
     label = str(plan.extra.get("system", "") or "plan")
     try:
         costs = costs_of_plan(plan)

@@ -1,7 +1,7 @@
-"""Arrays as a few bytes of text: what keeps a report of 100,000 ops far below two megabytes.
+"""Arrays as compressed text, which keeps a report of 100,000 ops far below two megabytes.
 
-Knows: integers as differences in byte planes, floats as they are, deflate, base64. Does not know: timelines.
-The page's decode.js reads the same columns back.
+Knows: integers as differences in byte planes, floats unchanged, deflate, base64. Does not know: timelines. The page's
+decode.js decodes the same columns.
 
 >>> pack = Packer(); column = pack.integers([3, 4, 5, 5], delta=True)
 >>> unpack(pack.columns, pack.text())[column].tolist()
@@ -20,18 +20,18 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Packer:
-    """Collects columns; `text()` is all of them, deflated, in base64."""
+    """Collects columns; `text()` returns all of them, compressed with deflate, in base64."""
 
     def __init__(self) -> None:
         self.columns: list[list[Any]] = []
-        """Per column: type ("i" or "f"), number of values, bytes per value, whether it holds differences."""
+        """For every column: type ("i" or "f"), number of values, bytes per value, whether it stores differences."""
         self._parts: list[bytes] = []
 
     def integers(self, values: ArrayLike, *, delta: bool = False) -> int:
-        """Add a column of integers below 2**31; returns its number."""
+        """Add a column of integers, below 2**31 in size; return its number."""
         array = np.asarray(values, np.int64)
         steps = np.diff(array, prepend=0) if delta else array
-        folded = np.where(steps < 0, -2 * steps - 1, 2 * steps).astype(np.uint64)  # sign in the lowest bit
+        folded = np.where(steps < 0, -2 * steps - 1, 2 * steps).astype(np.uint64)  # the sign becomes the lowest bit
         width = 1
         while width < 4 and folded.size and int(folded.max()) >= 1 << (8 * width):
             width += 1
@@ -41,7 +41,7 @@ class Packer:
         return self._add("i", array.size, width, delta, b"".join(p.tobytes() for p in planes))
 
     def floats(self, values: ArrayLike) -> int:
-        """Add a column of float64; returns its number."""
+        """Add a column of float64; return its number."""
         array = np.ascontiguousarray(values, np.float64).ravel()
         return self._add("f", array.size, 8, False, array.astype("<f8").tobytes())
 
@@ -55,7 +55,7 @@ class Packer:
 
 
 def unpack(columns: Sequence[Sequence[Any]], text: str) -> list[NDArray[Any]]:
-    """The columns of a packed text (the twin of decode.js, for tests)."""
+    """Return the columns of a packed text (the counterpart of decode.js, for tests)."""
     data = zlib.decompress(base64.b64decode(text))
     out: list[NDArray[Any]] = []
     at = 0

@@ -1,7 +1,7 @@
-"""The report page: template, style, scripts and data in one file that needs nothing else.
+"""The report page: template, style, scripts and data in one self-contained file.
 
-Knows: how the parts are put together and escaped. Does not know: what the page shows (entry.py and the
-scripts beside this file do).
+Knows: how the parts are put together and escaped. Does not know: what the page shows (entry.py and the scripts in this
+folder).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SYMBOLS: Mapping[str, str] = MappingProxyType(
 
 
 def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
-    """What the page's scripts read: the head (JSON-ready) and the packed columns."""
+    """Return the input of the page's scripts: the head (JSON-ready) and the packed columns."""
     if not entries:
         raise OctoPipeError("a report needs at least one plan or timeline")
     pack = Packer()
@@ -67,12 +67,12 @@ def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
         "columns": pack.columns,
         "entries": rows,
     }
-    # A measured timeline may carry numpy's numbers, which JSON does not know.
+    # A measured timeline may contain numpy numbers, which JSON cannot encode.
     return msgspec.to_builtins(head, enc_hook=float), pack.text()
 
 
 def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
-    """The whole report as one HTML text."""
+    """Return the whole report as one HTML text."""
     head, columns = report_data(entries)
     models = list(dict.fromkeys(e.timeline.model for e in entries if e.timeline.model))
     ranks = sorted({e.timeline.num_ranks for e in entries})
@@ -89,7 +89,7 @@ def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
 
 
 def _clusters(entries: Sequence[Entry]) -> str:
-    """The panels of plans that were found for a whole cluster."""
+    """Return the panels of plans that were found for a whole cluster."""
     panels = [panel(e.plan.extra.get(KEY)) for e in entries if e.plan is not None]
     shown = "".join(panels)
     return f'<style>{STYLE}</style><div class="cluster-panels">{shown}</div>' if shown else ""

@@ -1,9 +1,9 @@
-"""The local page: a small server, standard library only, that tunes plans and shows them.
+"""The local page: a small server, using only the standard library, that tunes plans and shows them.
 
 Knows: paths, headers and status codes. Does not know: searches (jobs.py) or the report (page.py).
 
-It listens on this machine alone unless told otherwise, and answers only requests that name a host it listens
-on: a foreign web page cannot reach it by pointing its own name here. Whoever can reach the port can use it.
+By default it listens only on this machine. It then answers only requests whose Host header names this machine, so that
+a foreign web page cannot reach it by DNS rebinding. Everybody who can reach the port can use it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from octopipe.views.report.page import asset, embed, fill, script
 
 MAX_BODY = 1 << 16
 MAX_ANSWER = 64 << 20
-"""Bytes of an answer's file that is opened again: it holds the plan."""
+"""The most bytes of a saved answer that is opened again; it contains the plan."""
 ANSWER = "octopipe.cluster-answer/1"
 Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
-"""(what was asked for, as names and strings; whether to stop) -> the record that `cluster.panel` draws."""
+"""(the form's fields as names and strings; whether to stop) -> the record that `cluster.panel` draws."""
 _JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -50,7 +50,7 @@ _POLICY = (
 
 
 class Server(ThreadingHTTPServer):
-    """Holds the searches; `url` is where to point a browser."""
+    """The HTTP server and its searches; `url` is the address to open in a browser."""
 
     daemon_threads = True
 
@@ -91,8 +91,11 @@ def make_server(
     tune: Tune | None = None,
     planner: Planner | None = None,
 ) -> Server:
-    """A server, bound but not yet serving; `files` are layer-times or config files offered beside the presets.
-    `planner` answers the form of the page /plan; without one there is no such page."""
+    """Return a server that is bound but not yet serving; `files` (layer times or configs) are offered beside the
+    presets.
+
+    `planner` answers the form of the page /plan; without one there is no such page.
+    """
     models = {name: name for name in PRESETS}
     for file in files:
         if not Path(file).exists():
@@ -113,7 +116,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def page(models: Mapping[str, str]) -> str:
-    """The page itself, with the form's choices in it."""
+    """Return the page for tuning, with the form's choices in it."""
     names = list(models)
     choices = {
         "models": names,
@@ -127,7 +130,7 @@ def page(models: Mapping[str, str]) -> str:
 
 
 def setup_inputs() -> list[dict[str, Any]]:
-    """The form's inputs."""
+    """Return descriptions of the form's inputs for the set-up."""
     out = []
     for name, how in form_fields().items():
         choices: Sequence[str] = ()
@@ -144,20 +147,20 @@ def setup_inputs() -> list[dict[str, Any]]:
 
 
 ASKED_FIRST = ("gpu", "seq", "precision")
-"""Fields of the set-up that the page for clusters asks for by itself."""
+"""Fields of the set-up that the template of the page for clusters already contains."""
 SEARCHED = {"pp": "pipeline ranks", "vp": "stages per pipeline rank"}
-"""Sizes of a split that are no keywords of a set-up."""
+"""Sizes of a split that are not keywords of a set-up."""
 PLANNED_FOR = ("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe")
 
 
 def plan_page(models: Mapping[str, str]) -> str:
-    """The page that plans a cluster."""
+    """Return the page that plans a cluster."""
 
     def options(names: Sequence[str], chosen: str) -> str:
         return "".join(f"<option{' selected' * (n == chosen)}>{html.escape(n)}</option>" for n in names)
 
     def inputs() -> str:
-        """Whatever else a set-up has, as `octopipe plan` has flags for it."""
+        """Return inputs for all other fields of a set-up, as `octopipe plan` has flags for them."""
         out = []
         for field in setup_inputs():
             if field["name"] in (*ASKED_FIRST, "p2p_ms", "speeds", "memory_gib"):
@@ -188,17 +191,17 @@ def plan_page(models: Mapping[str, str]) -> str:
 
 
 def shown_answer(record: Mapping[str, Any], plan: str | None) -> dict[str, Any]:
-    """An answer as the page gets it: the panel, the plan's file, and the file to share that opens again.
+    """Return an answer in the form the page needs: the panel, the plan file, and a file to share and open again.
 
     The file is text, because a browser that writes JSON itself changes numbers (0.0 becomes 0). The panel is drawn from
-    that text, so whoever opens the file sees the same panel.
+    that text, so that opening the file shows the same panel.
     """
     kept = msgspec.json.encode({"format": ANSWER, "record": record, "plan": plan})
     return {"html": panel(msgspec.json.decode(kept)["record"]), "plan": plan, "answer": kept.decode()}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handles the requests of one connection."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -216,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answered(self._post)
 
     def _answered(self, answer: Callable[[], None]) -> None:
-        """Answer the request even if it fails because of an error of ours."""
+        """Answer the request even if handling it fails with an internal error."""
         try:
             answer()
         except (ConnectionError, TimeoutError):
@@ -279,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             self._problem(HTTPStatus.NOT_FOUND, f"there is nothing at {path[:80]}")
 
     def _plan(self, body: bytes, planner: Planner) -> None:
-        """A cluster's plan as the panel's HTML; one search at a time."""
+        """Plan a cluster and send the panel's HTML; only one search runs at a time."""
         if not self.server.planning.acquire(blocking=False):
             self._problem(HTTPStatus.CONFLICT, "another search is running; wait for its end")
             return
@@ -295,7 +298,7 @@ class Handler(BaseHTTPRequestHandler):
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
             self.server.planning.release()
-        # After the release: whoever has an answer may ask again at once.
+        # Sent after the release, so that the client may start another search immediately.
         self._json(status, answer)
 
     def _answer(self, body: bytes) -> None:
@@ -320,9 +323,9 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def _body(self, most: int) -> bytes | None:
-        """The request's body; None (and an answer) where it is missing, too long or no JSON."""
+        """Return the request's body; if it is missing, too long or not JSON, answer with an error and return None."""
         length = self.headers.get("Content-Length", "")
-        # Not isdigit(): "²" is a digit and no number.
+        # Not isdigit(): "²" is a digit but not a number.
         if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > most:
             self.close_connection = True
             self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {most} bytes")
@@ -346,7 +349,7 @@ class Handler(BaseHTTPRequestHandler):
         return (self.server.jobs.get(int(match[1])), match[2]) if match else (None, "")
 
     def _events(self, job: Job) -> None:
-        """Server-sent events until the search has ended; the last one says how."""
+        """Send server-sent events until the search has ended; the last one says how it ended."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
@@ -361,7 +364,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
                     self.wfile.flush()
                 except OSError:
-                    return  # the reader has gone
+                    return  # the client has disconnected
                 if now["state"] != "running":
                     return
                 with job.changed:

@@ -1,7 +1,7 @@
 """Where the time of a step goes, as a picture: one bar per split, its parts in colours, hidden communication beneath.
 
-Knows: how the parts that `search/planner/why.py` writes down are drawn as SVG. Does not know: how they are found, or
-the page around the picture (cluster.py).
+Knows: how the parts that `search/planner/why.py` records are drawn as SVG. Does not know: how they are found, or the
+page around the picture (cluster.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLOURS: Mapping[str, str] = {
 OTHER = "#777777"
 WIDTH, LEAST_LEFT, RIGHT = 860, 200, 92
 LETTER = 6.6
-"""Width of a letter of a label, roughly."""
+"""Approximate width of a character of a label."""
 LEGEND = 212
 """Width of an entry of the legend."""
 BAR, HIDDEN, GAP, TOP = 26, 7, 14, 26
@@ -37,7 +37,7 @@ MOST_ROWS = 12
 
 
 def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = False) -> str:
-    """Bars of (label, parts), as long as their steps; `alone`: as a file of its own, with its own colours of text."""
+    """Draw a bar for each (label, parts), as long as its step; `alone`: as a file with its own text colours."""
     rows = list(rows)[:MOST_ROWS]
     steps = [_time(why["step_ms"]) for _, why in rows]
     longest = max(steps, default=1.0)
@@ -91,7 +91,7 @@ def _parts(why: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _names(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, str]]:
-    """The parts that show or are hidden somewhere, with their titles."""
+    """Return the parts that are visible or hidden in any row, with their titles."""
     seen: dict[str, str] = {}
     for _, why in rows:
         for name, part in _parts(why):

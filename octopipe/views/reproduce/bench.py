@@ -1,8 +1,8 @@
-"""What every part of the reproduction works with: options, costs under the reading, baselines, searches kept on disk.
+"""What every part of the reproduction uses: options, costs under a reading of the paper, baselines, stored searches.
 
-Knows: how a search is counted in moves and given a fixed number of lanes, so that its result is the same on every
-machine, and that a plan found once for the same costs, options and code need not be searched again. Does not know: any
-table of the paper.
+Knows: how a search is limited to a number of moves and of lanes, so that its result is the same on every machine, and
+that a plan found once for the same costs, options and code need not be searched again. Does not know: any table of the
+paper.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROFILES_VARIABLE = "OCTOPIPE_PROFILES"
 ROOT = Path(octopipe.__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks" / "results" / "h200-copy-engine-2026-11-15.jsonl"
 WITHOUT_END = Settings(patience=1 << 30)
-"""Algorithm 1 that makes all its iterations, as the paper's does until its time is over."""
+"""Settings with which Algorithm 1 makes all its iterations, as the paper's does until its time is over."""
 FOREVER_S = 86400.0
 
 
@@ -66,20 +66,20 @@ def _nowhere(_: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Everything that may change a number of the reproduction."""
+    """All options that may change a number of the reproduction."""
 
     profiles: Path | None = None
-    """Folder of the authors' layer times; None: analytic costs."""
+    """The folder of the authors' layer times; None: analytic costs."""
     measured: Path | None = None
-    """Runs measured on a device, one JSON object a line; None: there are none."""
+    """A file of runs measured on a device, one JSON object per line; None if there is none."""
     iterations: int = 6000
     """Moves per lane of our search."""
     rounds: int = 100
-    """Iterations of Algorithm 1; the search process takes three times as many, which are the paper's 300."""
+    """Iterations of Algorithm 1; the figure of the search process takes three times as many, the paper's 300."""
     seed: int = 0
 
     def digest(self) -> str:
-        """Of the options and of the contents of the files they name."""
+        """Return a digest of the options and of the contents of the files they name."""
         h = hashlib.sha256(f"{self.iterations} {self.rounds} {self.seed} {GPU}".encode())
         for path in (self.profiles, self.measured):
             for file in _files(path):
@@ -98,11 +98,11 @@ ELSEWHERE = (
     *("runtime", "cli", "views/report", "search/planner"),
     *("huggingface", "torch_engine", "torchtitan.py", "megatron"),
 )
-"""Rooms whose code makes no number of the reproduction."""
+"""Packages and modules whose code affects no number of the reproduction."""
 
 
 SEARCHING = ("costs", "models", "plans", "simulation", "search/systems", "search/result.py", "search/restricted.py")
-"""Rooms that decide what any search finds; with them the room of the search itself."""
+"""Packages and modules that determine the result of any search, besides those of the search method itself."""
 ROOM_OF = {
     "algorithm1": "search/algorithm1",
     "random": "search/algorithm1",
@@ -113,8 +113,8 @@ ROOM_OF = {
 
 @cache
 def code_digest(method: str | None = None) -> str:
-    """Of the package's sources: a number made by other code is another number. With a method: of what decides what it
-    finds."""
+    """Return a digest of the package's sources, because other code may give other numbers. With a method: of the
+    sources that determine what that search method finds."""
     h = hashlib.sha256()
     folder = Path(octopipe.__file__).resolve().parent
     inside = None if method is None else (*SEARCHING, ROOM_OF.get(method, "search/tuner"))
@@ -127,7 +127,7 @@ def code_digest(method: str | None = None) -> str:
 
 
 def find_profiles(given: str | None) -> Path | None:
-    """The folder of layer times: what was given ("none": none at all), the environment's, or the package's own."""
+    """Return the folder of layer times: the given one ("none": no folder), the environment's, or the package's own."""
     named = given if given is not None else os.environ.get(PROFILES_VARIABLE) or None
     if named == "none":
         return None
@@ -140,7 +140,7 @@ def find_profiles(given: str | None) -> Path | None:
 
 
 def find_measured(given: str | None) -> Path | None:
-    """The file of measured runs: what was given, else the one kept beside the package's sources, if it is there."""
+    """Return the file of measured runs: the given one, else the one in the source repository if it exists."""
     if given is None:
         return MEASURED if MEASURED.is_file() else None
     if not Path(given).is_file():
@@ -157,41 +157,41 @@ class Cell:
     """Step times of every system on one model and setting, under one reading of the head."""
 
     steps: dict[str, float]
-    """Of the four baselines, "algorithm1" and "search", in ms."""
+    """Step times in ms of the four baselines, "algorithm1" and "search"."""
     bound_ms: float
-    """No plan that holds each layer once and recomputes nothing of its own accord takes less."""
+    """A lower bound on the step time of plans without copies and without recomputation beyond that in the costs."""
 
     def over(self, name: str, tuner: str = "algorithm1") -> float:
-        """The speed-up of a tuner's plan over a system."""
+        """Return the speed-up of a tuner's plan over a system."""
         return self.steps[name] / self.steps[tuner]
 
     def gap(self, name: str) -> float:
-        """The distance from the bound, as a share of the step time."""
+        """Return the distance from the bound, as a share of the step time."""
         return 1.0 - self.bound_ms / self.steps[name]
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """Costs, baselines and searches of one reproduction, each made once."""
+    """Costs, baselines and searches of one reproduction, each computed once."""
 
     options: Options
     shelf: Shelf = field(default_factory=Shelf)
     fresh: bool = False
-    """Search again what stands on the shelf, and put it there."""
+    """Whether to run every search again, even if its plan is stored, and to store the new plan."""
     searches: bool = True
-    """May a plan that is not on the shelf be searched?"""
+    """Whether a plan that is not stored may be searched."""
     say: Callable[[str], None] = _nowhere
-    """Told what is being worked on."""
+    """Called with a text about the current work."""
     steps: dict[str, Timeline] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
     noisy: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step times under noise (noise.py), by setting."""
     search_again: Callable[[CostTable, str], bool] = _never
-    """Of a kept plan: must a search find the same one again? (costs, method)"""
+    """(costs, method) -> whether a search must run and find the stored plan again."""
     asked: set[str] = field(default_factory=set)
     """Keys of all plans that rows were made from."""
     made: set[str] = field(default_factory=set)
-    """Keys of plans searched by this bench."""
+    """Keys of the plans that this bench has searched."""
 
     @property
     def reading(self) -> Reading:
@@ -199,7 +199,7 @@ class Bench:
 
     @property
     def heads(self) -> tuple[Head, ...]:
-        """The readings of the head; with analytic costs, which hold the loss already, there is one."""
+        """The readings of the head's time; analytic costs already include the loss, so they have only one."""
         return ("published", "fitted") if self.options.profiles is not None else ("published",)
 
     @property
@@ -223,7 +223,7 @@ class Bench:
         authors: bool | None = None,
         gb_per_s: float = LINK_GB_PER_S,
     ) -> CostTable:
-        """A model's costs under a reading of the head (or any other reading)."""
+        """Return a model's costs under a reading of the head, or any other reading."""
         table = model_costs(
             model,
             self.options.profiles,
@@ -242,7 +242,7 @@ class Bench:
     def baseline(
         self, name: str, costs: CostTable, ranks: int, micro_batches: int, *, reading: Reading | None = None
     ) -> Timeline:
-        """The step time of a baseline; each is predicted only once."""
+        """Return the timeline of a baseline; each is simulated only once."""
         used = reading or self.reading
         key = f"{name} {costs.digest()} {ranks} {micro_batches} {used.without_head}"
         if key not in self.steps:
@@ -250,11 +250,11 @@ class Bench:
         return self.steps[key]
 
     def one_f_one_b(self, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
-        """The plan that Algorithm 1 starts from, as in the paper."""
+        """Return the plan that Algorithm 1 starts from, as in the paper."""
         return with_backward(whole_plan("1f1b", costs, ranks, micro_batches), costs, self.reading.backward)
 
     def plan(self, tuner: Tuner, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
-        """A tuner's plan: each layer on one rank, nothing recomputed, as in the paper."""
+        """Return a tuner's plan: each layer on one rank, nothing recomputed, as in the paper."""
         if tuner == "algorithm1":
             return self.iterated(costs, ranks, micro_batches, iterations=self.options.rounds)
         return self.searched(costs, ranks, micro_batches)
@@ -269,7 +269,7 @@ class Bench:
         dp: int = 1,
         recompute: bool = False,
     ) -> Cell:
-        """The six systems on a model. Plans are tuned for one replica; reductions among replicas are timed after."""
+        """Return step times of the six systems. Plans are tuned for one replica and timed with `dp` replicas."""
         key = f"{model} {ranks} {micro_batches} {head} {dp} {recompute}"
         if key not in self.cells:
             tuned_on = self.costs(model, ranks, micro_batches, head=head, recompute=recompute)
@@ -286,13 +286,13 @@ class Bench:
     def searched(
         self, costs: CostTable, ranks: int, micro_batches: int, *, exact: bool = False, robust: bool = False
     ) -> Plan:
-        """Our default search of so many moves a lane; `exact`: CP-SAT until it has proven the optimum."""
+        """Run our default search with a fixed number of moves per lane; `exact`: CP-SAT until it proves the optimum."""
         method = "exact" if exact else "robust" if robust else "best"
         moves = EXACT_CONFLICTS if exact else self.options.iterations
 
         def search() -> tuple[Plan, dict[str, object]]:
             if not exact and not robust:
-                # Without the last step of `tune`, which puts transfers behind computation where that costs nothing.
+                # Skips the last step of `tune`, which hides transfers behind computation if that costs nothing.
                 plain = Search(
                     costs,
                     ranks,
@@ -304,7 +304,7 @@ class Bench:
                     copies=False,
                 ).run()
                 if plain.interrupted:
-                    raise KeyboardInterrupt  # an interrupted search has not made this number of moves
+                    raise KeyboardInterrupt  # an interrupted search has made fewer moves
                 return plain.plan, {}
             result = tune(
                 costs,
@@ -337,7 +337,7 @@ class Bench:
         by_lot: bool = False,
         kind: type[IterativeSearch] | None = None,
     ) -> Plan:
-        """Algorithm 1 from 1F1B, random search over the same moves, or another rule; `plan.extra` has its log."""
+        """Run Algorithm 1 from 1F1B, random search over the same moves, or another rule; `plan.extra` has the log."""
         seed = self.options.seed if seed is None else seed
         begin = start or self.one_f_one_b(costs, ranks, micro_batches)
         method = "random" if by_lot else "algorithm1"
@@ -367,7 +367,7 @@ class Bench:
         return self._kept(question, costs, ranks, micro_batches, search)
 
     def overlapping(self, plan: Plan, costs: CostTable, *, moves: int, slack: float) -> Plan:
-        """The plan after a walk that lets more of its transfers overlap, at a step longer by `slack` at most."""
+        """Return the plan after a walk to more overlap of transfers, at a step longer by at most `slack`."""
 
         def search() -> tuple[Plan, dict[str, object]]:
             return overlapping_more(plan, costs, moves=moves, slack=slack, seed=self.options.seed), {}
@@ -413,12 +413,14 @@ class Bench:
 
 
 EXACT_CONFLICTS = 4000
-"""Of CP-SAT on the two-stage example: some 50 prove it."""
+"""Limit of CP-SAT's conflicts on the two-stage example; about 50 are enough for the proof."""
 
 
 def costs_key(costs: CostTable) -> str:
-    """Of everything that decides a search's costs, numbers to nine digits: the last bit of a sum, which another order
-    of its terms or another machine's library may change, makes no other question."""
+    """Return a digest of everything in the costs that determines a search, with numbers to nine digits.
+
+    The last bits of a sum depend on the order of its terms and on the machine's libraries, and must not change the key.
+    """
     h = hashlib.sha256()
     for f in fields(costs):
         value = getattr(costs, f.name)
@@ -430,8 +432,8 @@ def costs_key(costs: CostTable) -> str:
 
 
 def _digest(plan: Plan) -> str:
-    """Of a plan's decisions. What a stage leaves at its default is left out: a field that stages gain one day makes no
-    other plan of this one."""
+    """Return a digest of a plan's decisions. Default values of stages are left out, so that a field that is added to
+    stages later does not change it."""
     stages = [{f.name: v for f in fields(s) if (v := getattr(s, f.name)) != f.default} for s in plan.stages]
     orders = [[(op.stage, op.kind, op.micro_batch) for op in order] for order in plan.orders]
     return hashlib.sha256(repr((stages, orders)).encode()).hexdigest()[:24]

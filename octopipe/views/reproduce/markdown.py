@@ -1,6 +1,6 @@
 """Results as Markdown: the page, its appendix, and a page per part.
 
-Knows: tables and words; that rows of one group share a line of the page. Does not know: how a result came about.
+Knows: tables and texts; that rows of one group share a line of the page. Does not know: how a result was computed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ COLUMNS = (
     *("fitted head: Algorithm 1", "our search", "verdict", "difference tested by"),
 )
 IN_A_ROW = 3
-"""Pictures beside each other."""
+"""Number of pictures next to each other."""
 SHORT = {"differs, higher": "**higher**", "differs, lower": "**lower**"}
-"""Verdicts that are shorter in a cell of the page."""
+"""Verdicts with a shorter text in the cells of the page."""
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
-    """A Markdown table; numbers to the right."""
+    """Return a Markdown table; columns of numbers are aligned right."""
     cells = [[text(value) for value in line] for line in lines]
     numeric = [
         bool(cells) and all(c[k][:1].isdigit() or c[k][:1] in "-+−" or not c[k] for c in cells)
@@ -34,7 +34,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
 
 
 def text(value: Value, unit: str = "") -> str:
-    """A number with as many digits as it deserves.
+    """Format a value with a number of digits that suits its size.
 
     >>> text(1.4871), text(2406.2, "ms"), text(None), text(0.0338, "%")
     ('1.49', '2406 ms', '', '3.38 %')
@@ -50,7 +50,7 @@ def text(value: Value, unit: str = "") -> str:
 
 
 def rows_table(rows: Iterable[Row]) -> str:
-    """The rows of a part, one a line."""
+    """Return a table with all rows of a part, one per line."""
     columns = ("id", *COLUMNS, "supposed reason", "see also")
     return table(columns, ((row.id, *_cells([row]), *_reason(row)) for row in rows))
 
@@ -62,7 +62,7 @@ def _reason(row: Row) -> tuple[str, str]:
 
 
 def grouped(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that share a line of the page; a group stands where its first row does."""
+    """Group the rows that share a line of the page; a group is at the position of its first row."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group or row.id, []).append(row)
@@ -70,7 +70,7 @@ def grouped(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:
-    """The cells of a line: values joined by slashes."""
+    """Return the cells of a line, with values joined by slashes."""
     unit = rows[0].unit
 
     def ours(side: int) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
 
 
 def _gaps(values: list[Value], bounds: list[Value]) -> str:
-    """How much any plan may still gain: what a proven bound leaves of a step time or a throughput."""
+    """Return the most that any plan could still gain: the distance of a step time or throughput from a proven bound."""
     gaps = [
         f"{100 * (1 - min(b, v) / max(b, v)):.0f}"
         for v, b in zip(values, bounds, strict=True)
@@ -101,7 +101,7 @@ def _gaps(values: list[Value], bounds: list[Value]) -> str:
 
 
 def _tests(rows: list[Row]) -> str:
-    """Of the rows that differ: what was changed, what our values became, and whether that explains the difference."""
+    """For rows that differ, return the change tested, our values with it, and whether it explains the difference."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.verdict.startswith("differs") and row.outcome:
@@ -152,7 +152,7 @@ def _verdicts(verdicts: list[str]) -> str:
 
 
 def part_page(part: Part, result: Result, *, level: int = 1, pictures: str = "") -> str:
-    """One part: title, words, rows, further tables, pictures."""
+    """Return the page of one part: title, text, rows, further tables, pictures."""
     named = f"*{', '.join(part.labels)}* · " if part.labels else ""
     blocks = [f"{'#' * level} {part.title}", f"{named}costs: {result.costs}.", *result.text]
     if result.rows:
@@ -164,7 +164,7 @@ def part_page(part: Part, result: Result, *, level: int = 1, pictures: str = "")
 
 
 def whole_page(results: Sequence[tuple[Part, Result]], *, preface: Sequence[str], pictures: str) -> str:
-    """The page: verdicts counted, every claim on a line with others of its group, open assumptions, pictures."""
+    """Return the page: counts of verdicts, all claims with one line per group, open assumptions, pictures."""
     rows = [row for _, result in results for row in result.rows]
     claims = [row for row in rows if row.verdict]
     body = [_cells(some) for some in grouped(r for r in claims if r.verdict != "by construction")]
@@ -193,7 +193,7 @@ def _shown(row: Row) -> tuple[str, str, str]:
 
 
 def _counts(claims: Sequence[Row]) -> str:
-    """How many claims got each verdict, under both readings of the head."""
+    """Return a table of how many claims got each verdict, under both readings of the head."""
     both: list[list[str]] = [
         [row.verdict for row in claims],
         [row.fitted_verdict for row in claims if row.fitted_verdict],
@@ -206,7 +206,7 @@ def _counts(claims: Sequence[Row]) -> str:
 
 
 def _explained(claims: Sequence[Row]) -> str:
-    """How many differences each outcome of a test has."""
+    """Return a paragraph on how many differences have each outcome of a test."""
     outcomes = [row.outcome for row in claims if row.verdict.startswith("differs")]
     told = [f"the change {o} in {outcomes.count(o)}" for o in OUTCOMES[:3]]
     alone = f"; {outcomes.count('')} are looked into by a row of their own below" if "" in outcomes else ""
@@ -218,6 +218,6 @@ def _explained(claims: Sequence[Row]) -> str:
 
 
 def appendix(results: Sequence[tuple[Part, Result]]) -> str:
-    """Every row with its reason, and the further tables, part by part."""
+    """Return every row with its reason, and the further tables, part by part."""
     page = "# The paper, row by row\n\nThe appendix of [the page](../reproduction.md), made with it; do not edit.\n"
     return page + "".join("\n" + part_page(part, result, level=2) for part, result in results)

@@ -1,10 +1,10 @@
-"""The models of the paper's Table II, and the layer times their authors measured.
+"""The models of the paper's Table II, and the layer times that its authors measured.
 
-Knows: the ten models, the authors' own sizes of the two Jambas, and how a file of measured times is laid over our own
-account of memory. Does not know: readings of the paper (reading.py), plans.
+Knows: the ten models, the authors' own sizes of the two Jambas, and how measured layer times are combined with our own
+memory model. Does not know: readings of the paper (reading.py), plans.
 
-The authors' public configurations of Jamba 20B and 100B differ from the paper's Table II (64 layers where it prints
-32, a vocabulary of 65536 where it prints 128k): with measured times theirs are used, for those are what was measured.
+The authors' public configurations of Jamba 20B and 100B differ from the paper's Table II (64 layers instead of 32, a
+vocabulary of 65536 instead of 128k). Measured times are used with the public configurations, since those were measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PaperModel:
     layers: int
     hidden: int
     kinds: str
-    """Layer symbols it is made of."""
+    """Symbols of the layer kinds that the model contains."""
     heterogeneous: bool = True
 
 
@@ -58,7 +58,7 @@ TABLE = tuple(
 
 
 def _authors_jamba(name: str, *, units: int, hidden: int, ffn: int, expert_ffn: int, heads: int) -> ModelSpec:
-    """Jamba as in the authors' public configurations: Mamba-2 in the place of Mamba-1, experts of their own width."""
+    """Return Jamba as the authors published it: Mamba-2 instead of Mamba-1, experts of another width."""
     kinds: dict[str, Layer] = {
         "M": Mamba2(hidden=hidden, heads=2 * hidden // 64, head_dim=64, state=128),
         "-": Mlp(hidden=hidden, ffn=ffn),
@@ -80,11 +80,11 @@ AUTHORS: Mapping[str, ModelSpec] = MappingProxyType(
         ),
     }
 )
-"""Sizes the authors published where they differ from what we inferred from Table II."""
+"""Models as the authors published them, if they differ from what we inferred from Table II."""
 
 
 def spec_of(name: str, *, authors: bool) -> ModelSpec:
-    """The layers of a model; with `authors` as its authors published them."""
+    """Return the layers of a model; with `authors` as its authors published them."""
     return AUTHORS[name] if authors and name in AUTHORS else preset(name)
 
 
@@ -99,10 +99,10 @@ def model_costs(
     recompute: bool = False,
     authors: bool | None = None,
 ) -> CostTable:
-    """A model's costs: times measured by the authors where they are at hand, memory from our own account of it.
+    """Return a model's costs: times measured by the authors if they are available, memory from our own cost model.
 
-    `recompute` computes every layer but the head again before its backward. `authors` left out: their sizes where
-    their times are used.
+    `recompute` computes every layer but the head again before its backward. `authors` (default: if their times are
+    used): whether to use the sizes that the authors published.
     """
     measured = None if profiles is None or authors is False else profiles / f"{name}.json"
     if measured is not None and not measured.exists():
@@ -125,7 +125,7 @@ def model_costs(
 
 
 def recomputed(costs: CostTable) -> CostTable:
-    """The costs with every layer but the head computed again inside its backward, and only its input kept."""
+    """Return the costs with every layer but the head recomputed inside its backward, and only its input kept."""
     again = costs.forward_ms.copy()
     again[-1] = 0.0
     kept = costs.boundary_bytes.copy()

@@ -1,8 +1,8 @@
 """Which sends and receives can run beside computation, counted as section V of the paper defines it.
 
 Knows: the paper's sentence ("whether send or receive operations can overlap with subsequent computation") and how early
-a receive may be posted, which the sentence leaves open; a walk through orders that lets more of them overlap. Does not
-know: what a transfer costs in time (the simulator times it), or Table III.
+a receive may be posted, which the sentence leaves open; a random walk over orders that lets more of them overlap. Does
+not know: how long a transfer takes (the simulator times it), or Table III.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import Timeline
 
 Receives = Literal["early", "one ahead", "when needed"]
-"""When a receive is posted: as soon as its tensor is sent; one computation ahead of the one that needs it; or right
-before that one, as Megatron's 1F1B does."""
+"""When a receive is posted: as soon as its tensor is sent; one computation before the one that needs it; or immediately
+before that one, as in Megatron's 1F1B."""
 ROUNDING = 1e-9
 REACH = (1, 1, 1, 2, 3, 5)
-"""By how many places the walk moves an op; mostly by one."""
+"""Numbers of places by which the walk moves an op; mostly one."""
 
 
 def overlap_share(program: Program, timeline: Timeline, receives: Receives = "early") -> float:
-    """The share of sends and receives that can overlap with a computation of their own rank.
+    """Return the share of sends and receives that can overlap with a computation of their own rank.
 
     A send can if a computation follows it on its rank. A receive can if its tensor has left the sender while the
     receiver still has a computation to run, or to finish, before the one that needs the tensor.
@@ -56,14 +56,16 @@ def overlap_share(program: Program, timeline: Timeline, receives: Receives = "ea
 
 
 def share_of(plan: Plan, costs: CostTable, *, channel: Channel = "directed", receives: Receives = "early") -> float:
-    """The share of a plan's sends and receives that can overlap."""
+    """Return the share of a plan's sends and receives that can overlap."""
     program = lower(plan, costs, channel=channel)
     return overlap_share(program, simulate(program, costs, check=False), receives)
 
 
 def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, seed: int) -> Plan:
-    """A plan of the same stages whose transfers overlap more and whose step is longer by `slack` (a share) at most: a
-    walk that moves one op of one rank at a time and keeps what overlaps no less."""
+    """Return a plan with the same stages, more overlap of transfers, and a step longer by at most `slack` (a share).
+
+    A random walk moves one op of one rank at a time and keeps every order in which no less overlaps.
+    """
     dice = random.Random(seed)
     with prices_kept():
         limit_ms = makespan_ms(plan, costs) * (1.0 + slack) * (1.0 + ROUNDING)
@@ -77,7 +79,7 @@ def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, 
                     continue
                 program = lower(other, costs)
                 timeline = simulate(program, costs)
-            except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
+            except OctoPipeError:  # an op before its inputs, or a deadlock
                 continue
             found = overlap_share(program, timeline)
             if found >= share and timeline.fits:

@@ -1,6 +1,6 @@
-"""docs/reproduction.md: the whole reproduction on one page; appendix, raw rows, plans and pictures in a folder beside.
+"""docs/reproduction.md: the whole reproduction on one page; appendix, raw rows, plans and pictures in its folder.
 
-Knows: what stands above the tables and which files there are. Does not know: how a part is told (markdown.py).
+Knows: the text above the tables, and which files there are. Does not know: how a part is written (markdown.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from octopipe.views.reproduce.store import Shelf, read_kept, write_kept
 COMMAND = "octopipe reproduce all --page docs/reproduction.md"
 ROWS, PLANS, APPENDIX = "rows.json", "plans.b85", "appendix.md"
 LEAST = 1e-12
-"""No number of the page means anything below this."""
+"""Smaller absolute values are rounding errors and are written as zero."""
 
 
 def preface(options: Options, *, complete: bool) -> list[str]:
-    """What a reader must know before any number."""
+    """Return what a reader must know before the numbers."""
     lines = [
         f"This page compares every number and every order that the OctoPipe paper states with ours. It is written by "
         f"`{COMMAND}` (`make reproduce`); do not edit it. **Algorithm 1** is the paper's tuner in our "
@@ -59,7 +59,7 @@ def preface(options: Options, *, complete: bool) -> list[str]:
 
 
 def page_files(finished: Sequence[Finished], options: Options, *, complete: bool, folder: str) -> dict[str, bytes]:
-    """File name (the page's own is empty) -> contents; without the plans."""
+    """Return the contents of all files but the plans, by file name (empty for the page itself)."""
     pairs = [(f.part, f.result) for f in finished]
     page = whole_page(pairs, preface=preface(options, complete=complete), pictures=f"{folder}/")
     files = {"": page.encode(), APPENDIX: appendix(pairs).encode()}
@@ -69,7 +69,7 @@ def page_files(finished: Sequence[Finished], options: Options, *, complete: bool
 
 
 def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf: Shelf, *, complete: bool) -> None:
-    """The page, and everything else in the folder of its name; of a complete one also the plans behind it."""
+    """Write the page and the files in the folder of its name; for a complete page also the plans behind it."""
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in page_files(finished, options, complete=complete, folder=folder.name).items():
@@ -85,8 +85,9 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
 
 
 def rounded(value: Any) -> Any:
-    """The value with 12 significant digits of every number, and zero for what is left of a difference of equals:
-    processors differ in the last digits, pages must not.
+    """Round every number to 12 significant digits, and below `LEAST` (such as differences of equals) to zero.
+
+    The last digits differ between processors, but the page must not.
 
     >>> rounded({"ms": [1.1489007392538901, 1.1489007392538904], "rounds": 7})
     {'ms': [1.14890073925, 1.14890073925], 'rounds': 7}
@@ -99,7 +100,7 @@ def rounded(value: Any) -> Any:
 
 
 def page_of_rows(path: Path, options: Options, parts: Sequence[Part]) -> str:
-    """The page as this code writes it of the raw rows that are kept beside it: nothing is computed."""
+    """Return the page as this code writes it from the raw rows stored next to it, without computing anything."""
     folder = path.with_suffix("")
     record = json.loads((folder / ROWS).read_text())
     pairs = []
@@ -111,8 +112,10 @@ def page_of_rows(path: Path, options: Options, parts: Sequence[Part]) -> str:
 
 
 def stale(path: Path, options: Options, parts: Sequence[Part], *, search_again: bool) -> list[str]:
-    """What of the page and its folder this code would write differently, with the plans that are kept there; with
-    `search_again` the quickest searches must find their plans again."""
+    """Return the files of the page and its folder that this code would write differently from the stored plans.
+
+    With `search_again` the quickest searches must also find their plans again.
+    """
     folder = path.with_suffix("")
     if not (folder / PLANS).is_file():
         raise OctoPipeError(f"{path}: no plans are kept beside it in {folder.name}/{PLANS}; run make reproduce")
@@ -131,8 +134,8 @@ def stale(path: Path, options: Options, parts: Sequence[Part], *, search_again: 
 
 
 class QuickSearches:
-    """Searches of seconds, of which a check makes sure that today's code still finds the kept plan: those of the
-    two-stage example, and the first of each tuner on one model of the paper."""
+    """Selects searches of a few seconds, for a check that today's code still finds the stored plans: those of the
+    two-stage example, and the first search of each tuner on one model of the paper."""
 
     MODEL, METHODS = "nemotron-h-8b", ("algorithm1", "best")
 

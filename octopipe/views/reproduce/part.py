@@ -14,7 +14,7 @@ from octopipe.views.reproduce.row import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A table or figure: its name on the command line, its labels in the paper's source, and what makes it."""
+    """A table or figure: its name on the command line, its labels in the paper's source, and its function."""
 
     name: str
     title: str

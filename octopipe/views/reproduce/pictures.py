@@ -1,6 +1,6 @@
 """Bars, lines and timelines for the figures of the paper.
 
-Knows: shapes on a plane (export/scene.py). Does not know: file formats beside SVG, or what the numbers mean.
+Knows: shapes on a plane (export/scene.py). Does not know: file formats other than SVG, or what the numbers mean.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from octopipe.views.export.svg import scene_svg
 COLOURS = ("#9aa5b1", "#4f8fd0", "#f7bb42", "#2cbe6a", "#de653a", "#c6aac4", "#5b6875", "#d33d61")
 LEFT, RIGHT, TOP, HEIGHT, FOOT = 54.0, 16.0, 72.0, 220.0, 64.0
 PAPER = "#17212b"
-"""The colour of the mark that says where the paper's value stands."""
+"""The colour of the marks for the paper's values."""
 WIDE = 22.0
-"""A bar with room for its number."""
+"""Width of a bar with room for its number."""
 FEW_POINTS = 24
-"""A curve of no more points shows each of them."""
+"""Curves with at most this many points show each of them."""
 
 
 def bars(
@@ -31,7 +31,7 @@ def bars(
     paper: Mapping[str, Sequence[float | None]] | None = None,
     base: float = 0.0,
 ) -> str:
-    """Groups of bars from `base` up, one colour a series; a black line across a bar is the paper's value."""
+    """Draw groups of bars from `base` up, one colour per series; a black line across a bar is the paper's value."""
     marks = paper or {}
     every = [v for values in (*series.values(), *marks.values()) for v in values if v is not None]
     top = max(every, default=1.0) * 1.08
@@ -52,7 +52,7 @@ def bars(
             shapes.append(Rect(x + k * bar, floor - tall, bar - 2, tall, COLOURS[k % len(COLOURS)]))
             mark = marks.get(name, [None] * len(groups))[g]
             above = None if mark is None else (mark - value) * scale
-            # A number that the paper's mark would strike through goes inside the bar.
+            # A number that the paper's mark would cross is written inside the bar.
             inside = above is not None and -4 < above < 14 and tall > 24
             y = floor - tall + (12 + max(-above, 0.0) if inside and above is not None else -3)
             shown = f"{value:.{2 if top < 20 else 1 if top < 100 else 0}f}"
@@ -74,13 +74,13 @@ def lines(
     points: Mapping[str, tuple[float, float]] | None = None,
     width: float = 720.0,
 ) -> str:
-    """Curves through points, one colour each; `points` are single black marks of the paper's with their names."""
+    """Draw curves through points, one colour each; `points` are named black marks for the paper's values."""
     marks = points or {}
     width = max(width, _title_width(title))
     every = [*(p for curve in curves.values() for p in curve), *marks.values()]
     first, last = min(p[0] for p in every), max(p[0] for p in every)
     low, high = min(p[1] for p in every), max(p[1] for p in every)
-    if marks:  # a mark at the very edge would lose its name
+    if marks:  # a mark at the very edge would cut off its name
         first, last = first - (last - first) * 0.02, last + (last - first) * 0.02
     room = (high - low) * 0.05 or 1.0
     low, high = low - room, high + room
@@ -117,7 +117,7 @@ def lines(
 
 
 def _title_width(title: str) -> float:
-    """A picture wide enough that its title is not cut off."""
+    """Return the width of a picture in which the title is not cut off."""
     return LEFT + RIGHT + 7.8 * len(title)
 
 

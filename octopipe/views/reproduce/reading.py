@@ -1,12 +1,14 @@
-"""How the paper's measurements are to be read: what it leaves open, one record, and costs and plans under it.
+"""How the paper's measurements are read: the assumptions that it leaves open, and costs and plans under them.
 
-Knows: the assumptions that decide a baseline's step time and how each is applied. Does not know: which of them fits;
-parts/readings.py tries all of them on every step time the paper prints, and READING is what fits best there.
+Knows: the assumptions that determine a baseline's step time and how each is applied. Does not know: which of them fit;
+parts/sensitivity.py changes them one at a time, and READING fits nine step times, throughputs and bubbles of baselines
+best.
 
-What is open: do the baselines run their backward whole, as I and W one after the other, or with W put off into
-bubbles; does a rank send its share of a tensor or the whole of it; do transfers run beside computation; may Mist's
-stages have any number of layers, or, as in its published programme, two more or fewer than the mean; and what the head
-costs, whose loss and logits the published layer times (fitted per layer kind) may not hold.
+Open are: whether the baselines run their backward fused, as I and W one after the other, or with W deferred into
+bubbles; whether a rank sends its share of a tensor or the whole tensor; whether transfers run beside computation;
+whether Mist's stages may have any number of layers or, as in its published program, at most two more or fewer than the
+mean; and the cost of the head, whose loss and logits may be missing in the published layer times (fitted per layer
+kind).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from octopipe.simulation.timeline import Timeline
 Backward = Literal["fused", "in place", "deferred"]
 Sent = Literal["share", "whole"]
 LINK_GB_PER_S, NODE_GB_PER_S = 25.0, 200.0
-"""Between nodes (200 Gbit/s a GPU) and inside one, as the paper gives them."""
+"""Bandwidth of a GPU between nodes (200 Gbit/s) and inside a node, as the paper gives them."""
 BACKWARDS: tuple[Backward, ...] = ("fused", "in place", "deferred")
 SENT: tuple[Sent, ...] = ("share", "whole")
 HEADS = (1.0, 1.5, 2.0, 2.5, 3.0)
@@ -55,20 +57,20 @@ class Reading:
     """One set of assumptions."""
 
     backward: Backward = "deferred"
-    """Of every baseline; OctoPipe's own is always split."""
+    """The backward of every baseline; OctoPipe's own backward is always split."""
     head: float = 1.0
     """Factor on the measured times of the head."""
     sent: Sent = "share"
-    """What every GPU of a rank sends: its share of the boundary tensor (sequence parallelism) or the whole."""
+    """What every GPU of a rank sends: its share of the boundary tensor (sequence parallelism), or the whole tensor."""
     channel: Channel = "directed"
-    """How the baselines' transfers meet computation: beside it, in one queue a rank, or instead of it. OctoPipe's
+    """How the baselines' transfers relate to computation: beside it, in one queue per rank, or blocking it. OctoPipe's
     executor runs them beside it."""
     mist_slack: int | None = None
-    """Most layers by which a stage of Mist's departs from the mean; None: any."""
+    """The largest number of layers by which a stage of Mist may differ from the mean; None: any."""
 
     @property
     def without_head(self) -> Reading:
-        """What decides a baseline's step beside its costs, which hold the head's factor already."""
+        """The assumptions that affect a baseline besides its costs, which already include the head's factor."""
         return replace(self, head=1.0)
 
     @property
@@ -93,18 +95,18 @@ class Reading:
 
 Head = Literal["published", "fitted"]
 READING = Reading(backward="deferred", head=2.5, sent="whole", channel="single", mist_slack=2)
-"""What fits the paper's baselines best, with the authors' layer times; the head's factor is fitted."""
+"""The reading that fits the paper's baselines best, with the authors' layer times; the head's factor is fitted."""
 PUBLISHED = replace(READING, head=1.0)
 """The same with the head's time as the authors published it."""
 LLAMA_HEAD = 1.5
-"""The fitted factor for LLaMA. Its 8B gains 1.40 over 1F1B in the paper, which no plan can with a head of more than
-× 2, and the baselines' ratios on 70B fit best here; Jamba's and Nemotron-H's fit best with the factor of READING."""
+"""The fitted factor for LLaMA. LLaMA 8B gains 1.40 over 1F1B in the paper, which no plan can reach with a factor above
+2, and the baselines' ratios on 70B fit best with this factor. READING's factor fits Jamba and Nemotron-H best."""
 ANALYTIC = replace(PUBLISHED, sent="share")
-"""With analytic costs, which hold the loss and the logits already."""
+"""The reading for analytic costs, which already include the loss and the logits."""
 
 
 def reading_of(head: Head | None, model: str = "") -> Reading:
-    """The reading used for a model; None: with analytic costs."""
+    """Return the reading used for a model; None: the reading for analytic costs."""
     if head is None:
         return ANALYTIC
     if head == "published":
@@ -113,7 +115,7 @@ def reading_of(head: Head | None, model: str = "") -> Reading:
 
 
 def transfer_ms(hidden: int, *, tp: int, sent: Sent, gb_per_s: float = LINK_GB_PER_S, tokens: int = 4096) -> float:
-    """Time of one boundary tensor in bf16.
+    """Return the time of one boundary tensor in bf16.
 
     >>> round(transfer_ms(8192, tp=8, sent="share"), 2), round(transfer_ms(8192, tp=8, sent="whole"), 2)
     (0.34, 2.68)
@@ -122,7 +124,7 @@ def transfer_ms(hidden: int, *, tp: int, sent: Sent, gb_per_s: float = LINK_GB_P
 
 
 def read(costs: CostTable, reading: Reading, *, hidden: int, tp: int = 8, gb_per_s: float = LINK_GB_PER_S) -> CostTable:
-    """Measured costs under a reading."""
+    """Return measured costs under a reading: with its factor on the head and its transfer times."""
     changed = {}
     for name in ("forward_ms", "input_ms", "weight_ms"):
         times = getattr(costs, name).copy()
@@ -133,7 +135,7 @@ def read(costs: CostTable, reading: Reading, *, hidden: int, tp: int = 8, gb_per
 
 
 def in_place(plan: Plan) -> Plan:
-    """Every B as I and W, one after the other."""
+    """Replace every B by I and W, one after the other."""
     orders = []
     for order in plan.orders:
         out: list[Op] = []
@@ -147,8 +149,8 @@ def in_place(plan: Plan) -> Plan:
 
 
 CHUNKS = (1, 2, 3, 4, 5, 6, 7)
-"""Stages per rank of Interleaved that are tried, 7 as in the paper's Table III among them; the fastest counts, as for
-any user of it."""
+"""Numbers of stages per rank that are tried for Interleaved, including the 7 of the paper's Table III; the fastest
+counts, as a user of Interleaved would choose it."""
 
 
 def whole_plan(
@@ -160,8 +162,8 @@ def whole_plan(
     mist_slack: int | None = None,
     chunks: int = 2,
 ) -> Plan:
-    """A baseline's plan with its backward whole. Tessel's fast mode stands for Tessel: a solver that stops by the clock
-    gives another plan on another day."""
+    """Return a baseline's plan with its backward fused. Tessel is represented by its fast mode, because a solver that
+    stops by the clock may return a different plan each time."""
     if name == "interleaved":
         return build_plan(name, costs, num_ranks, num_micro_batches, chunks=chunks)
     if name == "mist" and mist_slack is not None:
@@ -172,8 +174,10 @@ def whole_plan(
 
 
 def _mist_sizes(costs: CostTable, num_ranks: int, num_micro_batches: int, slack: int) -> tuple[int, ...] | None:
-    """Mist's partition among those whose stages have at most so many layers more or fewer than the mean; None where
-    that leaves no plan without recomputation."""
+    """Return Mist's partition among those whose stages differ from the mean by at most `slack` layers.
+
+    None if there is no such plan without recomputation.
+    """
     ranges = layer_ranges(costs, num_ranks, num_micro_batches, reserve_bytes=np.zeros(num_ranks))
     stage_ms = steady_ms(ranges)
     extra_ms = ranges.reduce_ms + ranges.optimizer_ms
@@ -199,7 +203,7 @@ def with_backward(plan: Plan, costs: CostTable, backward: Backward) -> Plan:
 
 
 def baseline_plan(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, reading: Reading) -> Plan:
-    """A baseline's plan under a reading; Interleaved's with the number of chunks that is fastest."""
+    """Return a baseline's plan under a reading; Interleaved gets its fastest number of chunks."""
     if name != "interleaved":
         whole = whole_plan(name, costs, num_ranks, num_micro_batches, mist_slack=reading.mist_slack)
         return with_backward(whole, costs, reading.backward)
@@ -210,7 +214,7 @@ def baseline_plan(name: str, costs: CostTable, num_ranks: int, num_micro_batches
 def interleaved_by_chunks(
     costs: CostTable, num_ranks: int, num_micro_batches: int, reading: Reading
 ) -> dict[int, tuple[Plan, float]]:
-    """Interleaved's plan and step time for every number of chunks that the model and its schedule allow."""
+    """Return Interleaved's plan and step time for every number of chunks that the model and its schedule allow."""
     out = {}
     for chunks in CHUNKS:
         try:
@@ -223,6 +227,6 @@ def interleaved_by_chunks(
 
 
 def baseline(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, reading: Reading) -> Timeline:
-    """A baseline's predicted step under a reading."""
+    """Simulate a baseline's step under a reading."""
     plan = baseline_plan(name, costs, num_ranks, num_micro_batches, reading)
     return simulate(plan, costs, channel=reading.channel, label=TITLES[name], check=False)

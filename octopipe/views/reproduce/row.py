@@ -1,11 +1,11 @@
-"""What a reproduction says: one row per claim of the paper, our numbers beside it, and a verdict that can fail.
+"""The results of a reproduction: one row per claim of the paper, with our numbers and a verdict that can be negative.
 
 Knows: verdicts and how each follows from numbers. Does not know: any table of the paper.
 
-Every number of ours stands under two readings of the head (its layer time as published; times the factor that fits the
-paper's baselines) and, where a tuner made it, for two tuners (Algorithm 1, our search). The verdict is that of the
+Every number of ours is given under two readings of the head (its layer time as published; times the factor that fits
+the paper's baselines) and, if a tuner produced it, for two tuners (Algorithm 1, our search). The verdict is that of the
 paper's own method on the published times: Algorithm 1, head as published. The fitted reading has a verdict of its own,
-which is "fitted" for the numbers that chose the factor.
+which is "fitted" for the numbers that were used to choose the factor.
 
 >>> Row.number("x", "speed-up", 1.49, Values(published=(1.40, 1.70), fitted=(1.48, 1.66))).verdicts
 ('agrees', 'agrees')
@@ -31,7 +31,7 @@ VERDICTS: tuple[Verdict, ...] = (
     "fitted",
 )
 COUNTED = VERDICTS[:4]
-"""Only these say something about the paper; the empty verdict is that of a number for which the paper prints none."""
+"""The verdicts that say something about the paper. A number that the paper does not print has an empty verdict."""
 Outcome = Literal["explains it", "explains part of it", "does not explain it", "fitted to it"]
 EXPLAINS: Outcome = "explains it"
 PART_OF_IT: Outcome = "explains part of it"
@@ -39,7 +39,7 @@ NOT_EXPLAINED: Outcome = "does not explain it"
 FITTED_TO_IT: Outcome = "fitted to it"
 OUTCOMES = (EXPLAINS, PART_OF_IT, NOT_EXPLAINED, FITTED_TO_IT)
 FITTED_HEAD = "fitted head"
-"""The test that every row with two readings of the head carries already."""
+"""The test by the fitted reading, which every row with two readings of the head already contains."""
 Value = float | str | None
 CLOSE = 0.10
 """Two values within this share of each other agree, unless a row states another tolerance."""
@@ -48,55 +48,55 @@ Pair = tuple[Value, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """Ours: (Algorithm 1, our search) under each reading of the head; a baseline has no tuner and stands second."""
+    """Our values, (Algorithm 1, our search), for each reading of the head; the value of a baseline is the second."""
 
     published: Pair
     fitted: Pair = (None, None)
 
     @property
     def judged(self) -> tuple[Value, Value]:
-        """Per reading the value that is held against the paper's: Algorithm 1's where it made one."""
+        """For each reading, the value that is compared with the paper's: Algorithm 1's if there is one."""
         return self.published[0] if self.published[0] is not None else self.published[1], (
             self.fitted[0] if self.fitted[0] is not None else self.fitted[1]
         )
 
 
 def baseline(published: Value, fitted: Value = None) -> Values:
-    """A number that none of our tuners produced."""
+    """Return the values of a number that none of our tuners produced."""
     return Values(published=(None, published), fitted=(None, fitted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One claim: what the paper says, what we get, and what follows."""
+    """One claim: what the paper says, what we get, and the verdict."""
 
     id: str
-    """Never changes; sentences.py names the rows that answer a sentence by it."""
+    """Never changes: sentences.json refers to rows by it."""
     claim: str
     paper: Value
     published: Pair
     fitted: Pair
     verdict: Verdict
-    """Of Algorithm 1 (or the baseline) with the head as published."""
+    """The verdict on Algorithm 1 (or the baseline) with the head as published."""
     fitted_verdict: Verdict = ""
     unit: str = ""
     source: str = ""
     within: float | None = None
     """The share within which two numbers agree."""
     why: str = ""
-    """Of a difference: the reason that is supposed."""
+    """The supposed reason of a difference."""
     test: str = ""
     """The change that was made to test the reason, in a few words."""
     test_value: Value = None
-    """What our value becomes with that change."""
+    """Our value with that change."""
     outcome: str = ""
     """Whether the change explains the difference: one of OUTCOMES."""
     tested: str = ""
-    """The id of a further row with what the change does elsewhere."""
+    """The id of another row that shows the effect of the change elsewhere."""
     group: str = ""
-    """Rows of one group stand on one line of the page."""
+    """Rows with the same group share a line of the page."""
     bound: Pair = (None, None)
-    """The best value that a proven bound leaves to any plan, per reading of the head: of step times and throughputs."""
+    """A proven bound on any plan's step time or throughput, for each reading of the head."""
 
     def __post_init__(self) -> None:
         if self.verdict not in (*VERDICTS, "") or self.fitted_verdict not in (*VERDICTS, ""):
@@ -125,9 +125,12 @@ class Row:
         trial: Callable[[], Value] | None = None,
         **more: Any,
     ) -> Row:
-        """A number: it agrees within the tolerance (a share of the paper's, or `absolute`), or it differs.
-        `used_in_fit`: it is one of those that chose the fitted reading. A difference is tested by the fitted reading of
-        the head where that explains it, else by the change that `test` names: `trial` says what our value becomes."""
+        """Return a row on a number that agrees within the tolerance (a share of the paper's, or `absolute`) or differs.
+
+        `used_in_fit`: it is one of the numbers that were used to choose the fitted reading. A difference is tested by
+        the fitted reading of the head if that explains it, else by the change that `test` names: `trial` computes our
+        value with the change.
+        """
 
         def off(value: float) -> float:
             return value - paper if absolute else value / paper - 1.0
@@ -168,8 +171,10 @@ class Row:
         trial: Callable[[], tuple[Value, bool]] | None = None,
         **more: Any,
     ) -> Row:
-        """An order or a direction: the trend agrees, or there is less of it than the paper says. A difference is tested
-        as a number's is; `trial` says what our value becomes and whether the claim is then true."""
+        """Return a row on an order or a direction: the trend agrees, or it is weaker than the paper says.
+
+        A difference is tested like that of a number; `trial` computes our value and whether the claim is then true.
+        """
         verdicts = ["" if h is None else "trend agrees" if h else "differs, lower" for h in holds]
         if used_in_fit:
             verdicts[1] = "fitted"
@@ -183,14 +188,14 @@ class Row:
 
     @classmethod
     def constructed(cls, id: str, claim: str, paper: Value, ours: Value, truth: bool, **more: Any) -> Row:
-        """What our code was built to do. Where it does not, that is a defect of ours and no verdict."""
+        """Return a row on a property that our code is built to have; raise if it does not, which is a bug."""
         if not truth:
             raise OctoPipeError(f"{id}: {claim}: built to be {paper}, and is {ours}; mend the code")
         return cls._made(id, claim, paper, baseline(ours), ["by construction", ""], **more)
 
     @classmethod
     def shown(cls, id: str, claim: str, ours: Values, **more: Any) -> Row:
-        """A number of ours that the paper does not print."""
+        """Return a row on a number of ours that the paper does not print."""
         return cls._made(id, claim, more.pop("paper", None), ours, ["", ""], **more)
 
     @classmethod
@@ -237,7 +242,7 @@ class Result:
 
 
 def result_from(record: dict[str, Any], pictures: dict[str, str]) -> Result:
-    """The result in a part's JSON file."""
+    """Return the result stored in a part's JSON file."""
     pairs = ("published", "fitted", "bound")
     return Result(
         rows=tuple(_row({k: tuple(v) if k in pairs else v for k, v in row.items()}) for row in record["rows"]),

@@ -1,10 +1,10 @@
-"""Runs the parts of the reproduction one after another, keeps what is finished, and writes what they come to.
+"""Runs the parts of the reproduction one after another, stores finished parts, and writes the results.
 
-Knows: the folder of results, what makes a finished part valid still, Markdown. Does not know: any part.
+Knows: the folder of results, what makes a finished part still valid, Markdown. Does not know: any part.
 
-A part that is finished leaves NAME.json with a digest of its options, of the files behind them and of the code; as
-long as that digest holds it is read instead of run. Pictures stand beside it as NAME-….svg. Of a part that Ctrl-C or
-SIGTERM ends, only the searches it had finished are kept.
+A finished part leaves NAME.json with a digest of its options, of the files they name and of the code; while that digest
+is the same, the file is read instead of running the part. Pictures are stored next to it as NAME-….svg. If Ctrl-C or
+SIGTERM ends a part, only its finished searches are kept.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Finished:
     result: Result
     reused: bool
     plans: tuple[str, ...] = ()
-    """Keys of the plans its rows were made from."""
+    """Keys of the plans that its rows were made from."""
 
 
 Progress = Callable[[str, int, int], None]
-"""Told what is under way, how many parts are finished, and how many there are."""
+"""Called with a text about the current work, the number of finished parts, and the number of all parts."""
 
 
 def chosen(names: Sequence[str], parts: Sequence[Part]) -> list[Part]:
-    """The parts of these names, in the paper's order; none or "all": every one."""
+    """Return the parts with these names, in the paper's order; all parts for no names or "all"."""
     import difflib
 
     known = {part.name: part for part in parts}
@@ -65,7 +65,7 @@ def run_parts(
     fresh: bool = False,
     bench: Bench | None = None,
 ) -> list[Finished]:
-    """Every part's result; what an earlier run finished with the same options and code is read from the folder."""
+    """Return every part's result, read from the folder if an earlier run finished it with the same options and code."""
     folder.mkdir(parents=True, exist_ok=True)
     bench = bench or Bench(options=options, shelf=Shelf(folder=folder / "plans"), fresh=fresh)
     out = []
@@ -80,7 +80,7 @@ def run_parts(
         finished = None if fresh else _kept(part, options, folder)
         if finished is None:
             bench.asked = set()
-            # A search that is interrupted returns what it has: that is not the result of this part.
+            # An interrupted search returns its best plan so far, which must not count as the result of this part.
             with StopRequest(grace_s=0.0) as stop:
                 result = part.run(bench)
             stop.raise_if_asked()
@@ -107,7 +107,7 @@ def _keep(finished: Finished, options: Options, folder: Path) -> None:
 
 
 def _kept(part: Part, options: Options, folder: Path) -> Finished | None:
-    """The result of an earlier run; None where there is none that still holds, or its files are damaged."""
+    """Return the result of an earlier run; None if there is none, it is no longer valid, or its files are damaged."""
     try:
         record: dict[str, Any] = json.loads((folder / f"{part.name}.json").read_text())
         if record["format"] != FORMAT or record["digest"] != digest_of(options):
@@ -120,7 +120,7 @@ def _kept(part: Part, options: Options, folder: Path) -> Finished | None:
 
 
 def counted(results: Iterable[Finished]) -> dict[str, int]:
-    """How many claims got each verdict."""
+    """Return how many claims got each verdict."""
     out: dict[str, int] = {}
     for finished in results:
         for row in finished.result.rows:

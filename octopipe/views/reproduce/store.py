@@ -1,7 +1,7 @@
-"""Plans that searches found: each with what was asked of the search and the code that answered.
+"""Plans that searches found, stored by the search's inputs and the code that ran it.
 
-Knows: the folder of one run, and the one file in which the plans behind docs/reproduction.md are kept, so that every
-number of the page can be made again from its plan without a search. Does not know: what a search does.
+Knows: the folder of one run, and the one file in which the plans behind docs/reproduction.md are stored, so that every
+number of the page can be computed again from its plan without a search. Does not know: what a search does.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FORMAT = "octopipe.reproduction-plans/1"
 
 @dataclass(slots=True, kw_only=True)
 class Shelf:
-    """Plans by the question that was asked; written to a folder as they come."""
+    """Plans by a key of the search's inputs; written to a folder as they are found."""
 
     folder: Path | None = None
     any_code: bool = False
-    """Take plans of other code too: their numbers are made again, their search is not."""
+    """Whether to use plans found by other code too: their numbers are computed again, their search is not repeated."""
     plans: dict[str, Plan] = field(default_factory=dict)
 
     def get(self, key: str, code: str) -> Plan | None:
-        """The plan, if there is one of this code."""
+        """Return the plan for this key if it was found by this code, else None."""
         if key in self.plans:
             return self.plans[key]
         path = None if self.folder is None else self.folder / f"{key}.json"
@@ -53,7 +53,7 @@ class Shelf:
 
 
 def write_kept(path: Path, plans: Mapping[str, Plan]) -> None:
-    """All plans in one compressed file, the same bytes for the same plans, whichever code has searched them."""
+    """Write all plans to one compressed file; the bytes depend only on the plans, not on the code that found them."""
     lines = {key: plan_to_json(_anonymous(plan)).decode() for key, plan in sorted(plans.items())}
     packed = lzma.compress(json.dumps({"format": FORMAT, "plans": lines}, sort_keys=True).encode(), preset=9)
     write_whole(path, base64.b85encode(packed))
@@ -64,7 +64,7 @@ def _anonymous(plan: Plan) -> Plan:
 
 
 def read_kept(path: Path) -> dict[str, Plan]:
-    """The plans of such a file."""
+    """Return the plans in a file that `write_kept` wrote."""
     record = json.loads(lzma.decompress(base64.b85decode(path.read_bytes())))
     if record["format"] != FORMAT:
         raise ValueError(f"{path.name}: format {record['format']!r}, not {FORMAT}; make the page again")

@@ -32,5 +32,5 @@ MODULES = (
 
 
 def parts() -> tuple[Part, ...]:
-    """Every part, in the paper's order after the reading on which the others stand."""
+    """Return all parts, in the paper's order."""
     return tuple(importlib.import_module(f"{__name__}.{name}").PART for name in MODULES)

@@ -1,7 +1,7 @@
 """Figure 11: phases of the tuner switched on one by one: Nemotron-H 47B, PP 16, 32 micro-batches.
 
-A placement, S scheduling, P partitioning are the phases of Algorithm 1 that are on, from 1F1B; O is the executor that
-runs transfers beside computation. Without O computation waits for each transfer.
+The letters A (placement), S (scheduling) and P (partitioning) are the phases of Algorithm 1 that are enabled, starting
+from 1F1B; O is an executor that runs transfers beside computation. Without O, computation waits for each transfer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANTS = ("A", "S", "P", "AS", "AP", "SP", "ASP")
 PAPER = {"A": 1.02, "S": 1.07, "P": 1.10, "ASP": 1.29, "ASPO": 1.39}
 SOURCE = "Fig. 11, §VIII-B"
 SHARE = "each GPU sends its share"
-"""The change, as rows name it: transfers that take an eighth of the time."""
+"""The change, as rows name it: transfers take an eighth of the time."""
 
 
 def run(bench: Bench) -> Result:
@@ -53,22 +53,22 @@ def run(bench: Bench) -> Result:
 
 
 Gains = dict[Head, dict[str, float]]
-"""For each reading of the head, what every combination of phases gains over 1F1B (`gains_of`)."""
+"""For each reading of the head, the speed-up of every combination of phases over 1F1B (`gains_of`)."""
 
 
 def _shared(bench: Bench) -> dict[str, float]:
-    """The gains where each GPU sends its share of a tensor: transfers then take an eighth of the time."""
+    """Return the gains if each GPU sends its share of a tensor, so that transfers take an eighth of the time."""
     return gains_of(bench, replace(PUBLISHED, sent="share"))
 
 
 def _values(gains: Gains, value: Callable[[dict[str, float]], Value]) -> Values:
-    """The value of Algorithm 1's gains for each reading of the head."""
+    """Return a value computed from Algorithm 1's gains, for each reading of the head."""
     found = {head: (value(of_head), None) for head, of_head in gains.items()}
     return Values(published=found["published"], fitted=found.get("fitted", (None, None)))
 
 
 def _single_gains(bench: Bench, gains: Gains) -> list[Row]:
-    """One row for every combination of phases that the paper prints."""
+    """Return one row for every combination of phases that the paper prints."""
 
     def gain_of(name: str) -> float:
         return _shared(bench)[name]
@@ -93,7 +93,7 @@ def _single_gains(bench: Bench, gains: Gains) -> list[Row]:
 
 
 def _joint_gains(bench: Bench, gains: Gains) -> list[Row]:
-    """How the phases compare with each other and together, without and with overlap."""
+    """Return rows on how the phases compare with each other and together, without and with overlap."""
     single = "ASP"
     return [
         Row.order(
@@ -151,7 +151,7 @@ def _joint_gains(bench: Bench, gains: Gains) -> list[Row]:
 
 
 def _idle_time(bench: Bench) -> list[Row]:
-    """Where ranks are idle under 1F1B, and after partitioning."""
+    """Return rows on where ranks are idle under 1F1B, and after partitioning."""
     return [
         Row.order(
             "ablation.imbalance",
@@ -209,25 +209,25 @@ class OrdersByRule(IterativeSearch):
         wanted = bubble_phase(now.timeline, self.least_layer_ms)
         turn = sorted(self.on, key=lambda phase: phase != wanted)
         left = [phase for phase in turn if phase not in self.spent]
-        if not left:  # the phase that is off has nothing to offer either
+        if not left:  # the schedule phase is disabled and has no moves
             self.spent.add("schedule")
         return (left or turn)[0]
 
 
 class PartitionByRule(OrdersByRule):
-    """Of that, partitioning alone."""
+    """The same with partitioning alone."""
 
     on = ("partition",)
 
 
 class PlacementByRule(OrdersByRule):
-    """Of that, placement alone."""
+    """The same with placement alone."""
 
     on = ("placement",)
 
 
 def _placement(bench: Bench, gains: dict[str, float]) -> list[Row]:
-    """What placement earns: with the order that follows its layers, and with an order by rule for each placement."""
+    """Return a row on the gain of placement: with orders kept, with orders by rule, and with orders tuned."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     start = bench.one_f_one_b(costs, RANKS, MICRO_BATCHES)
     one = simulate(start, costs, check=False).step_ms
@@ -254,7 +254,7 @@ def _joint(gains: dict[str, float]) -> str:
 
 
 def gains_of(bench: Bench, reading: Reading) -> dict[str, float]:
-    """Over 1F1B without overlap: every combination of phases, without and with overlap."""
+    """Return speed-ups over 1F1B without overlap, for every combination of phases, without and with overlap."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, reading=reading)
     plans = {"": bench.one_f_one_b(costs, RANKS, MICRO_BATCHES)}
     for letters in VARIANTS:
@@ -270,7 +270,7 @@ def gains_of(bench: Bench, reading: Reading) -> dict[str, float]:
 
 
 def _noisy(bench: Bench) -> float:
-    """+ASPO over 1F1B under noise, its transfers in one queue per rank."""
+    """Return the speed-up of +ASPO over 1F1B under noise, with its transfers in one queue per rank."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     start = bench.one_f_one_b(costs, RANKS, MICRO_BATCHES)
     plan = bench.iterated(costs, RANKS, MICRO_BATCHES, iterations=bench.options.rounds, start=start)
@@ -280,14 +280,14 @@ def _noisy(bench: Bench) -> float:
 
 
 def _imbalance(bench: Bench, head: Head) -> float:
-    """Imbalance's share of all idle time of 1F1B."""
+    """Return the share of imbalance in all idle time of 1F1B."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, head=head)
     b = bench.baseline("1f1b", costs, RANKS, MICRO_BATCHES).bubbles
     return float(np.sum(b.imbalance_ms) / np.sum(b.idle_ms))
 
 
 def _boundary(bench: Bench, head: Head) -> float:
-    """Of +P's idle time that is not imbalance, the share at the ends of the pipeline."""
+    """Return the share of boundary bubbles in the idle time of +P that is not imbalance."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, head=head)
     start = bench.one_f_one_b(costs, RANKS, MICRO_BATCHES)
     plan = bench.iterated(

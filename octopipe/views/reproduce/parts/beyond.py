@@ -14,7 +14,7 @@ MODEL, RANKS, MICRO_BATCHES = "nemotron-h-8b", 4, 8
 SIGMA, SLOW = 0.05, 1.2
 BIG, BATCH = "nemotron-h-56b", 16
 SPLITS = ((8, 8, 1), (8, 4, 2), (4, 8, 2), (4, 4, 4), (4, 2, 8), (2, 8, 4))
-"""TP, PP, DP of 64 GPUs, the paper's own first; every one fits the memory of an H800."""
+"""TP, PP, DP of 64 GPUs, starting with the paper's split; each of them fits the memory of an H800."""
 
 
 def run(bench: Bench) -> Result:
@@ -23,7 +23,7 @@ def run(bench: Bench) -> Result:
 
 
 def _split(bench: Bench) -> Row:
-    """Published times are of TP 8 alone, so other TP sizes need analytic costs; gradients are reduced in all."""
+    """Compare splits with analytic costs, since published times exist for TP 8 only; all include gradient reduction."""
     steps = {}
     for tp, pp, dp in SPLITS:
         costs = bench.costs(BIG, pp, BATCH // dp, tp=tp, dp=dp, authors=False)
@@ -39,7 +39,7 @@ def _split(bench: Bench) -> Row:
 
 
 def _published_split(bench: Bench) -> Row:
-    """The same 64 GPUs and 16 micro-batches in all; TP stays 8, of which the published times are."""
+    """Compare splits of the same 64 GPUs and 16 micro-batches; TP stays 8, for which there are published times."""
     eight = bench.cell("nemotron-h-47b", 8, 16, "published").steps["search"]
     four = bench.cell("nemotron-h-47b", 4, 8, "published", dp=2).steps["search"]
     claim = "Nemotron-H 47B on 64 GPUs: TP 8 × PP 8 → TP 8 × PP 4 × DP 2 (our search, published layer times)"
@@ -71,7 +71,7 @@ def _jitter(bench: Bench) -> Row:
 
 
 def _lengths(bench: Bench) -> Row:
-    """Micro-batches of 1/2 to 3/2 of the length, one of each kind in turn."""
+    """Compare plans on micro-batches of 1/2 to 3/2 of the length, each length in turn."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     factor = np.array([0.5, 1.5, 0.75, 1.25, 1.0, 1.0, 1.25, 0.75])
     uneven = costs.replace(micro_batch_factor=factor)

@@ -18,7 +18,7 @@ RANKS, MICRO_BATCHES = 4, 8
 
 
 Seen = dict[Head, tuple[Timeline, Timeline]]
-"""For each reading of the head, 1F1B of GPT-13B and of Nemotron-9B."""
+"""For each reading of the head, the timelines of GPT-13B and of Nemotron-9B under 1F1B."""
 
 
 def run(bench: Bench) -> Result:
@@ -34,7 +34,7 @@ def run(bench: Bench) -> Result:
 
 
 def _largest_bubbles(bench: Bench, seen: Seen) -> list[Row]:
-    """The largest bubble of a rank, in each model and compared."""
+    """Return rows on the largest bubble of a rank, in each model and compared."""
     gpt, _ = seen["published"]
     return [
         Row.number(
@@ -75,7 +75,7 @@ def _largest_bubbles(bench: Bench, seen: Seen) -> list[Row]:
 
 
 def _gaps(bench: Bench, seen: Seen) -> list[Row]:
-    """The gap between the most and the least loaded rank, in each model and compared."""
+    """Return rows on the gap between the most and the least loaded rank, in each model and compared."""
     _, nemotron = seen["published"]
     gap = {h: [_gap(t) for t in pair] for h, pair in seen.items()}
     return [
@@ -169,12 +169,12 @@ def _timelines(bench: Bench, head: Head) -> tuple[Timeline, Timeline]:
 
 
 def _gap(timeline: Timeline) -> float:
-    """Between the computation of the most and of the least loaded rank."""
+    """Return the difference in computation between the most and the least loaded rank."""
     return float(timeline.busy_ms.max() - timeline.busy_ms.min())
 
 
 def _with_head(bench: Bench, factor: float) -> Timeline:
-    """GPT-13B under 1F1B with another factor on its head."""
+    """Return the timeline of GPT-13B under 1F1B with the times of its head multiplied by a factor."""
     costs = bench.costs("gpt-13b", RANKS, MICRO_BATCHES, tp=1)
     times = {name: getattr(costs, name).copy() for name in ("forward_ms", "input_ms", "weight_ms")}
     for values in times.values():
@@ -183,13 +183,13 @@ def _with_head(bench: Bench, factor: float) -> Timeline:
 
 
 def _at_largest(timeline: Timeline, value: float) -> list[float | None]:
-    """The paper's largest bubble, at the rank that has ours."""
+    """Return the paper's largest bubble at the rank with our largest, None for the others."""
     at = int(np.argmin(timeline.busy_ms))
     return [value if r == at else None for r in range(RANKS)]
 
 
 def largest_bubble(timeline: Timeline) -> float:
-    """Of all ranks, the largest share of the makespan in which one does not compute."""
+    """Return the largest share of the makespan, over all ranks, in which a rank does not compute."""
     return 1.0 - float(np.min(timeline.busy_ms)) / timeline.makespan_ms
 
 

@@ -1,4 +1,4 @@
-"""What several parts of the reproduction say in the same way.
+"""Helpers that several parts of the reproduction share.
 
 Knows: how numbers of cells become the values of a row. Does not know: any table of the paper.
 """
@@ -16,13 +16,13 @@ Setting = tuple[str, int, int]
 HIGHER = "the paper measured, we predict: our prediction has no noise and its transfers never wait for each other"
 """Why a speed-up of ours is larger; the sensitivity part adds noise and a queue of transfers and shows the number."""
 FASTEST = "fastest"
-"""The group of the rows that say that OctoPipe is the fastest somewhere."""
+"""The group of the rows that state that OctoPipe is the fastest in some case."""
 SHORT_HEAD = "the published time of the head is too short: with the fitted factor the step time is the paper's"
-"""Why baselines are faster with the head as published; the sensitivity part shows the error by the factor."""
+"""Why baselines are faster with the head's published time; the sensitivity part shows the error by factor."""
 
 
 def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:
-    """A number that a tuner's plan decides, for both tuners and both readings of the head."""
+    """Return a number that depends on a tuner's plan, for both tuners and both readings of the head."""
     found: dict[Head, Pair] = {}
     for head in bench.heads:
         found[head] = (value(head, "algorithm1"), value(head, "search"))
@@ -30,23 +30,23 @@ def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:
 
 
 def plain(bench: Bench, value: Callable[[Head], Value]) -> Values:
-    """A number that no tuner decides, under both readings of the head."""
+    """Return a number that depends on no tuner, under both readings of the head."""
     fitted = value("fitted") if "fitted" in bench.heads else None
     return Values(published=(None, value("published")), fitted=(None, fitted))
 
 
 def both(bench: Bench, holds: Callable[[Head], bool]) -> tuple[bool, bool | None]:
-    """Is a claim true under each reading of the head?"""
+    """Return whether a claim is true under each reading of the head."""
     return holds("published"), holds("fitted") if "fitted" in bench.heads else None
 
 
 def bounds(bench: Bench, cell: Callable[[Head], Cell]) -> Pair:
-    """The proven bound beside a step time."""
+    """Return the proven bounds on a step time, one for each reading of the head."""
     return cell("published").bound_ms, cell("fitted").bound_ms if "fitted" in bench.heads else None
 
 
 def arrow(values: list[float], *, unit: str = "×") -> str:
-    """Some numbers in their order.
+    """Format numbers in their order.
 
     >>> arrow([1.4, 1.29])
     '1.40 → 1.29 ×'

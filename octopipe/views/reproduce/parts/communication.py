@@ -1,4 +1,4 @@
-"""Table III: stages, communications, overlap and step time of Nemotron-H 56B, and what more overlap costs."""
+"""Table III: stages, communications, overlap and step time of Nemotron-H 56B, and the cost of more overlap."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PAPER = {
     "interleaved": (56, 1760, 1330, 2116.0),
     "octopipe": (56, 1760, 1606, 1619.0),
 }
-"""Stages, communications, overlapped ones, step time."""
+"""The paper's stages, communications, overlapped communications and step time."""
 ORDER = ("1f1b", "tessel", "interleaved", "mist", "octopipe")
 SOURCE = "Table III"
 SLACKS = (0.0, 0.02, 0.06, 0.12)
 WALK_MOVES = 3000
 PAPER_CHUNKS = 7
-"""Stages per rank of the paper's Interleaved and OctoPipe: 56 on 8 ranks."""
+"""Stages per rank of the paper's Interleaved and OctoPipe, which have 56 stages on 8 ranks."""
 RECEIVES: tuple[Receives, ...] = ("when needed", "one ahead", "early")
 Seen = dict[Head, dict[str, Timeline]]
 
@@ -59,7 +59,7 @@ def run(bench: Bench) -> Result:
 
 
 def _plan(bench: Bench, head: Head, name: str) -> tuple[Plan, Channel]:
-    """A system's plan, and how its transfers meet computation."""
+    """Return a system's plan, and the channel model of its transfers."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, head=head)
     for tuner in TUNERS:
         if name == tuner:
@@ -76,7 +76,7 @@ def _timelines(bench: Bench, head: Head) -> dict[str, Timeline]:
 
 
 def _shares(bench: Bench, head: Head, receives: Receives = "early") -> dict[str, float]:
-    """By system: the share of its sends and receives that can overlap."""
+    """Return, for every system, the share of its sends and receives that can overlap."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, head=head)
     out = {}
     for name in (*BASELINES, *TUNERS):
@@ -86,7 +86,7 @@ def _shares(bench: Bench, head: Head, receives: Receives = "early") -> dict[str,
 
 
 def _sizes(bench: Bench, seen: Seen, name: str, stages: float, count: float) -> list[Row]:
-    """Rows of a system's stages and communications."""
+    """Return rows on a system's numbers of stages and communications."""
     rows = []
     for of, paper in (("stages", stages), ("communications", count)):
         id, claim, group = f"comm.{name}.{of}", f"{TITLES[name]}: {of}", f"comm.{of}"
@@ -126,14 +126,14 @@ def _sizes(bench: Bench, seen: Seen, name: str, stages: float, count: float) -> 
 
 
 def _seven_chunks(bench: Bench) -> Plan:
-    """Interleaved with as many stages as the paper's, or the most that its schedule allows."""
+    """Return Interleaved with as many stages as the paper's, or the most that its schedule allows."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     by = interleaved_by_chunks(costs, RANKS, MICRO_BATCHES, bench.reading)
     return by[max(k for k in by if k <= PAPER_CHUNKS)][0]
 
 
 def _many_stages(bench: Bench) -> Plan:
-    """Algorithm 1 begun with as many stages as the paper's."""
+    """Return the plan of Algorithm 1 started from as many stages as the paper's."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     return bench.iterated(costs, RANKS, MICRO_BATCHES, iterations=bench.options.rounds, start=_seven_chunks(bench))
 
@@ -259,7 +259,7 @@ def _paper_share() -> float:
 
 
 def _tests(bench: Bench, curve: list[tuple[float, float]]) -> list[Row]:
-    """What the reasons above come to when the change that would explain a difference is made."""
+    """Return rows with the results of the changes that might explain the differences above."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     by = {how: _shares(bench, "published", how) for how in RECEIVES}
     names = (*BASELINES, "algorithm1")
@@ -305,7 +305,7 @@ def _tests(bench: Bench, curve: list[tuple[float, float]]) -> list[Row]:
 
 
 def _counts(shares: dict[str, float], seen: dict[str, Timeline]) -> Row:
-    """The overlap rate under stricter definitions than the paper's: transfers that overlap in the simulated step."""
+    """Return a row with overlap rates under stricter definitions than the paper's: overlap in the simulated step."""
     names = (*BASELINES, *TUNERS)
 
     def listed(shares: dict[str, float]) -> str:
@@ -326,7 +326,7 @@ def _counts(shares: dict[str, float], seen: dict[str, Timeline]) -> Row:
 
 
 def trade_off(bench: Bench) -> list[tuple[float, float]]:
-    """(step time, share of transfers that overlap) of every plan at hand."""
+    """Return (step time, share of transfers that can overlap) of every available plan."""
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     made = [plan for plan, _ in interleaved_by_chunks(costs, RANKS, MICRO_BATCHES, bench.reading).values()]
     tuned_plans = (bench.plan(tuner, costs, RANKS, MICRO_BATCHES) for tuner in TUNERS)
@@ -337,7 +337,7 @@ def trade_off(bench: Bench) -> list[tuple[float, float]]:
 
 
 def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of which no other is as fast and overlaps as much, the fastest first.
+    """Return the points for which no other is as fast and overlaps as much, fastest first.
 
     >>> frontier([(10.0, 0.5), (12.0, 0.9), (13.0, 0.8)])
     [(10.0, 0.5), (12.0, 0.9)]

@@ -1,8 +1,8 @@
-"""Figure 4: naive coordination of sends and receives deadlocks; reordered it runs, and overlap takes the bubbles away.
-Section VII: what the reordering costs, counted in steps and positions and not in seconds.
+"""Figure 4: naive coordination of sends and receives deadlocks; reordered it runs, and overlap removes bubbles. Section
+VII: the cost of the reordering, counted in steps and positions instead of seconds.
 
-Naive: a receive right before the op that needs it, a send right after the op that made it, both standing still until
-the other end is there.
+Naive coordination: a receive immediately before the op that needs it, a send immediately after the op that produced the
+tensor, both blocking until the other end is ready.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octopipe.views.reproduce.row import Result, Row, Values
 MODEL, RANKS, MICRO_BATCHES = "nemotron-h-8b", 4, 8
 SECTION = "Fig. 4, §III-C"
 GROWTH = (8, 16, 32)
-"""Numbers of micro-batches with which the work of coordination is counted."""
+"""Numbers of micro-batches for which the work of coordination is counted."""
 
 
 def run(bench: Bench) -> Result:
@@ -68,13 +68,13 @@ def run(bench: Bench) -> Result:
 
 
 def coordination(bench: Bench) -> list[Row]:
-    """Does the work for one communication stay the same when there are more of them, and are their windows small?"""
+    """Return rows on whether the work per communication stays constant, and whether windows are small."""
     steps, shares, counts = [], [], []
     for micro_batches in GROWTH:
         costs = bench.costs(MODEL, RANKS, micro_batches)
         program = lower(bench.plan("algorithm1", costs, RANKS, micro_batches), costs)
         communications = program.source.size
-        # Finding circles visits every node of the rendezvous graph and every edge once.
+        # Finding cycles visits every node and every edge of the rendezvous graph once.
         steps.append((len(program.preds) + int(np.count_nonzero(program.preds >= 0))) / communications)
         candidates, positions = positions_in_windows(program, simulate(program, costs).spans)
         shares.append(candidates / positions)
@@ -104,8 +104,12 @@ def coordination(bench: Bench) -> list[Row]:
 
 
 def positions_in_windows(program: Program, spans: Spans) -> tuple[int, int]:
-    """After how many ops of its two ranks each communication could be placed, inside its window (from the end of the op
-    that makes the tensor to the start of the op that needs it), and after how many if there were no windows."""
+    """Count the ops of its two ranks after which each communication could be placed; return the total inside the
+    windows, and without windows.
+
+    The window of a communication is from the end of the op that produces the tensor to the start of the op that needs
+    it.
+    """
     t = program.plan.table()
     inside = everywhere = 0
     for r in range(program.plan.num_ranks):
@@ -119,7 +123,7 @@ def positions_in_windows(program: Program, spans: Spans) -> tuple[int, int]:
 
 
 def naive_deadlocks(program: Program) -> bool:
-    """Would ranks that receive right before and send right after each op wait for each other in a circle?"""
+    """Whether ranks would deadlock if they received right before each op and sent right after it."""
     t = program.plan.table()
     ops = t.stage.size
     needs: list[list[int]] = [[] for _ in range(ops)]

@@ -18,16 +18,16 @@ from octopipe.views.reproduce.row import Result, Row, Value
 RANKS, MICRO_BATCHES = 8, (8, 16)
 SOURCE = "Fig. 8, §VIII-A"
 OVER = {"1f1b": (1.16, 1.49), "interleaved": (1.13, 1.36), "tessel": (1.09, 1.33), "mist": (1.11, 1.26)}
-"""OctoPipe's speed-up over each on Jamba and Nemotron-H: the smallest and the largest."""
+"""OctoPipe's smallest and largest speed-up over each system on Jamba and Nemotron-H."""
 LLAMA = {"llama3-8b": 1.40, "llama3-32b": 1.29, "llama3-70b": 1.16}
-"""Over 1F1B with sixteen micro-batches."""
+"""Speed-ups over 1F1B with sixteen micro-batches."""
 FAMILIES = {"Jamba": (1.27, 1.45), "Nemotron-H": (1.16, 1.49)}
 BASELINE_RANGES = {"interleaved": (0.98, 1.14), "tessel": (0.99, 1.13)}
-"""Baselines over 1F1B on Jamba and Nemotron-H."""
+"""Smallest and largest speed-up of baselines over 1F1B on Jamba and Nemotron-H."""
 MIST_BEHIND = (0.098, 0.205)
-"""How much lower Mist's throughput is than OctoPipe's."""
+"""The smallest and largest share by which Mist's throughput is below OctoPipe's."""
 NO_HEAD = 0.01
-"""Factor on the head's time with which it costs next to nothing."""
+"""Factor on the head's time that makes its cost negligible."""
 Case = tuple[str, int]
 MIXED: tuple[Case, ...] = tuple((e.name, m) for e in TABLE for m in MICRO_BATCHES if e.heterogeneous)
 EVERY: tuple[Case, ...] = tuple((e.name, m) for e in TABLE for m in MICRO_BATCHES)
@@ -87,14 +87,14 @@ def _ranges(bench: Bench) -> list[Row]:
 def _noisy(
     bench: Bench, end: Callable[[list[float]], float], cases: Sequence[Case], over: Sequence[str] = ("1f1b",)
 ) -> Callable[[], float]:
-    """The smallest or largest speed-up over some systems under noise, worked out when it is asked for."""
+    """Return a function that computes the smallest or largest speed-up over some systems under noise."""
     return lambda: end([noisy_gain(bench, c[0], RANKS, c[1], n) for c in cases for n in over])
 
 
 def _speed_up(
     id: str, claim: str, paper: float, ours: object, group: str, trial: Callable[[], float], **more: object
 ) -> Row:
-    """A speed-up of OctoPipe: where it differs and the head does not explain it, noise is tried."""
+    """Return a row on a speed-up of OctoPipe; a difference that the head does not explain is tested with noise."""
     given = {"source": SOURCE, "why": HIGHER, "test": NOISE_AND_QUEUE, "trial": trial} | more
     return Row.number(id, claim, paper, ours, unit="×", group=group, **given)  # type: ignore[arg-type]
 
@@ -222,15 +222,15 @@ def _trends(bench: Bench) -> list[Row]:
 
 
 def headless_gain(bench: Bench, model: str, micro_batches: int = 16) -> float:
-    """Algorithm 1's speed-up over 1F1B with a head that costs next to nothing."""
+    """Return Algorithm 1's speed-up over 1F1B with a head of negligible cost."""
     costs = bench.costs(model, RANKS, micro_batches, reading=replace(PUBLISHED, head=NO_HEAD))
     one = bench.baseline("1f1b", costs, RANKS, micro_batches).step_ms
     return one / bench.step(bench.plan("algorithm1", costs, RANKS, micro_batches), costs).step_ms
 
 
 def _without_head(bench: Bench) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    """Both claims about heterogeneity without a head, 16 micro-batches: the means of the families, and the model with
-    the largest gain."""
+    """Return both claims about heterogeneity without a head, 16 micro-batches: on the means of the families, and on the
+    model with the largest gain."""
     gains = {e.name: headless_gain(bench, e.name) for e in TABLE}
     means = [
         statistics.mean(g for name, g in gains.items() if _family(name) == family)

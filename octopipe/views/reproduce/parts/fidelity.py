@@ -81,7 +81,7 @@ def run(bench: Bench) -> Result:
 
 
 def _under(errors: list[float], margin: float) -> int:
-    """Ranks that a prediction raised by the margin still under-predicts."""
+    """Return the number of ranks whose memory is under-predicted even if predictions are raised by the margin."""
     return sum((1 + e) * (1 + margin) < 1 - 1e-9 for e in errors)
 
 
@@ -112,7 +112,7 @@ def _rows(
 
 
 def _runs(path: Path | None) -> list[dict[str, Any]]:
-    """The runs of a file, blocking ones left out: the paper's are overlapped."""
+    """Return the runs in a file except blocking ones, since the paper's runs overlap transfers."""
     if path is None:
         return []
     out = []

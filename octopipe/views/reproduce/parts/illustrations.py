@@ -1,4 +1,4 @@
-"""Figures and the algorithm that show how the system works and print no number: where each lives in our code."""
+"""Figures, and the algorithm, that show how the system works without printing numbers: where each is in our code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(bench: Bench) -> Result:
 
 
 def _space() -> list[Row]:
-    """The paper's formula for the size of the search space, held against counting on a small case."""
+    """Return a row that compares the paper's formula for the size of the search space with a count on a small case."""
     layers, stages, gpus, batches = 6, 3, 2, 3
     cuts = sum(1 for _ in combinations(range(1, layers), stages - 1))
     places = sum(1 for _ in product(range(gpus), repeat=stages))

@@ -1,7 +1,7 @@
-"""Table VI: 8192 GPUs by simulation: 128 replicas of PP 8 and TP 8 that wait for the slowest of them.
+"""Table VI: 8192 GPUs by simulation: 128 replicas of PP 8 and TP 8, of which each step waits for the slowest.
 
 Every op and transfer of a replica is jittered by a log-normal of 3 %; a step takes the mean of the largest of 128
-draws. The micro-batches of the whole job grow with the replicas, those of one replica stay 16.
+draws. The number of micro-batches of the whole job grows with the replicas; each replica has 16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WHY = {
     "mist": "Mist's stages depart from the mean by two layers at most",
 }
 TESTS = {"interleaved": "7 chunks, or as many as fit", "tessel": "Tessel's W in place", "mist": "stages of any size"}
-"""What is changed of a baseline to test the reason."""
+"""The change of each baseline that tests the reason of a difference."""
 
 
 def run(bench: Bench) -> Result:
@@ -120,7 +120,7 @@ def run(bench: Bench) -> Result:
 
 
 def gains_of(bench: Bench, model: str, head: Head) -> dict[str, float]:
-    """Speed-ups over 1F1B of replicas that wait for the slowest of them."""
+    """Return speed-ups over 1F1B of replicas that wait for the slowest of them."""
     bench.say(f"{model} on {GPUS} GPUs")
     dp = GPUS // (RANKS * TP)
     tuning, costs = (bench.costs(model, RANKS, MICRO_BATCHES, head=head, dp=n) for n in (1, dp))
@@ -135,7 +135,7 @@ def gains_of(bench: Bench, model: str, head: Head) -> dict[str, float]:
 
 
 def _steps_of(bench: Bench, model: str, plan: Plan, channel: Channel) -> tuple[float, float]:
-    """1F1B's and a plan's step on all GPUs, published head."""
+    """Return the step times of 1F1B and of a plan on all GPUs, with the published head."""
     dp = GPUS // (RANKS * TP)
     costs = bench.costs(model, RANKS, MICRO_BATCHES, dp=dp)
     one = baseline_plan("1f1b", costs, RANKS, MICRO_BATCHES, bench.reading)
@@ -144,21 +144,21 @@ def _steps_of(bench: Bench, model: str, plan: Plan, channel: Channel) -> tuple[f
 
 
 def _queued(bench: Bench, model: str) -> float:
-    """Algorithm 1's speed-up with its transfers in one queue per rank."""
+    """Return Algorithm 1's speed-up with its transfers in one queue per rank."""
     costs = bench.costs(model, RANKS, MICRO_BATCHES)
     one, ours = _steps_of(bench, model, bench.plan("algorithm1", costs, RANKS, MICRO_BATCHES), "single")
     return one / ours
 
 
 def _changed(bench: Bench, model: str, name: str) -> float:
-    """A baseline's speed-up with the change that TESTS names."""
+    """Return a baseline's speed-up with the change that TESTS names."""
     costs = bench.costs(model, RANKS, MICRO_BATCHES, dp=GPUS // (RANKS * TP))
     one, changed = _steps_of(bench, model, changed_plan(bench, costs, name, MICRO_BATCHES), bench.reading.channel)
     return one / changed
 
 
 def changed_plan(bench: Bench, costs: CostTable, name: str, micro_batches: int) -> Plan:
-    """A baseline's plan with the change that TESTS names."""
+    """Return a baseline's plan with the change that TESTS names."""
     if name == "interleaved":
         by = interleaved_by_chunks(costs, RANKS, micro_batches, bench.reading)
         return by[max(by)][0]
@@ -168,7 +168,7 @@ def changed_plan(bench: Bench, costs: CostTable, name: str, micro_batches: int) 
 
 
 def _longer(bench: Bench, gains: dict[tuple[str, Head], dict[str, float]]) -> tuple[str, bool]:
-    """Algorithm 1 with three times the iterations against the best baseline, on all models."""
+    """Compare Algorithm 1 at three times the iterations with the best baseline, on all models."""
     least = float("inf")
     for model in PAPER:
         costs = bench.costs(model, RANKS, MICRO_BATCHES)
@@ -179,7 +179,8 @@ def _longer(bench: Bench, gains: dict[tuple[str, Head], dict[str, float]]) -> tu
 
 
 def slowest_ms(plan: Plan, costs: CostTable, dp: int, channel: Channel, seed: int) -> float:
-    """The expected step of `dp` jittered replicas: the largest of so many draws, and what follows the pipeline."""
+    """Return the expected step time of `dp` jittered replicas: the mean of the largest of `dp` draws, plus the time of
+    what follows the pipeline."""
     program = lower(plan, costs, channel=channel)
     timeline = simulate(program, costs, check=False)
     draws = np.sort(jitter_ms(program, costs, sigma=SIGMA, runs=DRAWS, seed=seed))

@@ -11,7 +11,8 @@ from octopipe.views.reproduce.row import Result, Row
 NAMES = {"T": "attention and FFN blocks", "M": "Mamba", "-": "FFN", "*": "attention", "#": "MoE"}
 
 CLOSE_TO_ITS_NAME = 0.13
-"""Nemotron-H 4B has 4.49 billion parameters in its published config; the others are closer to their names."""
+"""Tolerance of a model's number of parameters against its name. Nemotron-H 4B has 4.49 billion parameters in its
+published config; the others are closer to their names."""
 
 
 def _words(layers: int, hidden: int, kinds: str) -> str:

@@ -67,7 +67,7 @@ def run(bench: Bench) -> Result:
 
 
 def _many_chunks(bench: Bench) -> tuple[str, bool]:
-    """Interleaved over 1F1B with the most chunks that each size allows, and whether it falls behind."""
+    """Return Interleaved's speed-up over 1F1B with the most chunks of each size, and whether it falls behind."""
     gains = []
     for pp in SIZES:
         costs = bench.costs(MODEL, pp, 2 * pp)

@@ -1,6 +1,6 @@
-"""Table VII: throughput over 1F1B with recomputation forced on: all layers but the head computed twice.
+"""Table VII: throughput over 1F1B with recomputation forced on: all layers but the head are computed twice.
 
-The paper does not say how many micro-batches: eight, as in Table III.
+The paper does not state the number of micro-batches; eight are used, as in Table III.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _noisy(bench: Bench, model: str) -> float:
 
 
 def _changed(bench: Bench, model: str, name: str) -> float:
-    """A baseline's speed-up over 1F1B with the change that TESTS names."""
+    """Return a baseline's speed-up over 1F1B with the change that TESTS names."""
     costs = bench.costs(model, RANKS, MICRO_BATCHES, recompute=True)
     plan = changed_plan(bench, costs, name, MICRO_BATCHES)
     return (
@@ -105,7 +105,7 @@ def _changed(bench: Bench, model: str, name: str) -> float:
 
 
 def _whole_backward(bench: Bench) -> tuple[str, bool]:
-    """Speed-ups with recomputation over those without, where 1F1B runs its backward whole."""
+    """Return speed-ups with recomputation relative to those without, if 1F1B runs its backward fused."""
     fused, ratios = replace(bench.reading, backward="fused"), []
     for model in PAPER:
         gains = []

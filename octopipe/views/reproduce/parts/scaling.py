@@ -27,7 +27,7 @@ FASTER = "the published time of the head is too short: every pipeline of these t
 
 
 def tokens_per_gpu(micro_batches: int, gpus: int, step_ms: float) -> float:
-    """Tokens per GPU and second of one pipeline's micro-batches on its GPUs."""
+    """Return tokens per GPU and second for one pipeline's micro-batches on its GPUs."""
     return micro_batches * SEQ / gpus / (step_ms / 1e3)
 
 
@@ -40,7 +40,7 @@ def run(bench: Bench) -> Result:
     for kind, table in (("strong", STRONG), ("weak", WEAK)):
         for gpus, paper in table.items():
             if gpus == 32 and kind == "weak":
-                continue  # the same line as strong scaling's
+                continue  # the same as the first line of strong scaling
             rows += _line(bench, kind, gpus, paper)
     rows += _trends(bench)
     series = {TITLES[n]: [_tokens(bench, "published", n, *w) for w in _where()] for n in (*BASELINES, "algorithm1")}
@@ -68,7 +68,7 @@ def _tokens(bench: Bench, head: Head, name: str, kind: str, gpus: int) -> float:
 
 
 def _limits(bench: Bench, kind: str, gpus: int) -> Pair:
-    """The most tokens that any plan can reach."""
+    """Return the most tokens per GPU and second that any plan can reach."""
     found = bounds(bench, lambda h: _cell(bench, h, kind, gpus))
     m = micro_batches_of(kind, gpus)
     first, second = (tokens_per_gpu(m, RANKS * TP, ms) if isinstance(ms, float) else None for ms in found)
@@ -112,7 +112,7 @@ def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Ro
 
 
 def _noisy_tokens(bench: Bench, kind: str, gpus: int) -> float:
-    """OctoPipe's tokens with the fitted head, under noise and in one queue; reductions take as long as before."""
+    """Return OctoPipe's tokens with the fitted head, noise and one queue per rank; reductions are unchanged."""
     m, head = micro_batches_of(kind, gpus), bench.heads[-1]
     after_ms = (
         _cell(bench, head, kind, gpus).steps["algorithm1"] - bench.cell(MODEL, RANKS, m, head).steps["algorithm1"]
@@ -162,7 +162,7 @@ def _trends(bench: Bench) -> list[Row]:
 
 
 def _without_reductions(bench: Bench) -> tuple[str, bool]:
-    """Strong scaling's gains with reductions that cost nothing, and whether the last is the largest."""
+    """Return strong scaling's speed-ups with free reductions, and whether the last one is the largest."""
     cells = [bench.cell(MODEL, RANKS, micro_batches_of("strong", g), "published") for g in GPUS]
     gains = [cell.over("1f1b") for cell in cells]
     return arrow(gains), gains[-1] >= max(gains)

@@ -1,8 +1,8 @@
-"""Figure 13 and Table IV: the search process and the share of each phase, Nemotron-H 8B stretched to 224 layers.
+"""Figure 13 and Table IV: the search process and the share of each phase, Nemotron-H 8B extended to 224 layers.
 
-The paper does not say on how many ranks: eight, with sixteen micro-batches. An iteration judges a few moves of one
-phase and takes the best; random search is the same framework with the phase drawn by lot. The settings of Algorithm 1
-were chosen on seeds 0 to 9, so it is judged on others.
+The paper does not state the numbers of ranks and micro-batches; eight and sixteen are used. An iteration evaluates a
+few moves of one phase and takes the best; random search is the same framework with the phase drawn at random. The
+settings of Algorithm 1 were chosen on seeds 0 to 9, so it is judged on others.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MODEL, RANKS, MICRO_BATCHES, LAYERS = "nemotron-h-8b", 8, 16, 224
 PHASES = ("partition", "placement", "schedule")
 SHARES = {"octopipe": (0.517, 0.348, 0.135), "random": (0.356, 0.316, 0.328)}
 SEEDS, CHOSEN_ON = 10, 10
-"""Seeds that are judged; they come after those on which the settings of Algorithm 1 were chosen."""
+"""Number of seeds that are judged; they follow those on which the settings of Algorithm 1 were chosen."""
 POINTS = 0.10
-"""Shares of iterations agree within ten points."""
+"""Shares of iterations agree if they differ by at most ten percentage points."""
 SIGNIFICANT = 0.05
 FEW = 3
-"""Seeds for what is no comparison with random search."""
+"""Number of seeds for results other than the comparison with random search."""
 TITLES = {"octopipe": "Algorithm 1", "random": "random search"}
 SOURCE, FIGURE = "Table IV, §VIII-D", "Fig. 13, §VIII-D"
 
@@ -91,7 +91,7 @@ def run(bench: Bench) -> Result:
 
 
 def case(bench: Bench) -> CostTable:
-    """The 224 layers: a search runs on a simulator, so the published times are used as they are."""
+    """Return the costs of the 224 layers; a search runs on a simulator, so the published times are used unchanged."""
     reading = replace(PUBLISHED if bench.options.profiles is not None else ANALYTIC, sent="share")
     return stretched(bench.costs(MODEL, RANKS, MICRO_BATCHES, reading=reading))
 
@@ -102,7 +102,7 @@ def seeds(bench: Bench) -> range:
 
 
 def _plans(bench: Bench, costs: CostTable, method: str, some: Sequence[int]) -> list[Plan]:
-    """What Algorithm 1 or random search finds from each seed."""
+    """Return the plans that Algorithm 1 or random search finds, one per seed."""
     iterations, by_lot = 3 * bench.options.rounds, method == "random"
     return [bench.iterated(costs, RANKS, MICRO_BATCHES, iterations=iterations, seed=s, by_lot=by_lot) for s in some]
 
@@ -187,7 +187,7 @@ def _claims(
 
 
 def _against(found: dict[str, list[Plan]], iteration: int) -> str:
-    """Both methods after so many iterations: means, pairs of seeds won, and the chance of so many."""
+    """Compare both methods after a number of iterations: means, pairs of seeds won, p-value of the rank test."""
     ours, theirs = (_at(found[m], iteration) for m in TITLES)
     won = sum(x < y for x, y in product(ours, theirs))
     return (
@@ -201,14 +201,14 @@ def _percent(shares: Sequence[float], between: str = " / ") -> str:
 
 
 def _early_shares(plans: Sequence[Plan], iterations: int) -> list[float]:
-    """The share that each phase had of the first iterations."""
+    """Return the share of each phase in the first iterations."""
     logs = [plan.extra["search_log"][1 : iterations + 1] for plan in plans]
     counts = [sum(step[0] == phase for log in logs for step in log) for phase in PHASES]
     return [n / max(sum(counts), 1) for n in counts]
 
 
 class MeanLayerThreshold(IterativeSearch):
-    """Algorithm 1 that counts ranks as balanced when their idle times differ by less than a mean layer's time."""
+    """Algorithm 1 with ranks counted as balanced if their idle times differ by less than the time of a mean layer."""
 
     name = "octopipe"
 
@@ -218,7 +218,7 @@ class MeanLayerThreshold(IterativeSearch):
 
 
 def _with_threshold(bench: Bench, costs: CostTable) -> tuple[float, float, float]:
-    """Shares of the phases with that threshold."""
+    """Return the shares of the phases with that threshold."""
     iterations = 3 * bench.options.rounds
     few = list(seeds(bench))[:FEW]
     kind = MeanLayerThreshold
@@ -228,7 +228,7 @@ def _with_threshold(bench: Bench, costs: CostTable) -> tuple[float, float, float
 
 
 class ScheduleFirst(IterativeSearch):
-    """Algorithm 1 with its priorities turned round: schedule, then placement, then partition."""
+    """Algorithm 1 with its priorities reversed: schedule, then placement, then partition."""
 
     name = "octopipe"
 
@@ -237,7 +237,7 @@ class ScheduleFirst(IterativeSearch):
 
 
 def _priority(bench: Bench, costs: CostTable, found: Sequence[Plan]) -> Row:
-    """Section VI: another order of the priorities converges more slowly, or to worse plans."""
+    """Return a row on a claim of section VI: another order of priorities converges more slowly, or to worse plans."""
     few = list(seeds(bench))[:FEW]
     plans = [
         bench.iterated(costs, RANKS, MICRO_BATCHES, iterations=3 * bench.options.rounds, seed=s, kind=ScheduleFirst)
@@ -259,8 +259,7 @@ def _priority(bench: Bench, costs: CostTable, found: Sequence[Plan]) -> Row:
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """The chance that numbers drawn from one lot are ranked at least as much in favour of `a` (smaller) as these are:
-    Mann-Whitney, one-sided, normal approximation with ties counted half.
+    """Return the p-value of `a` being smaller: one-sided Mann-Whitney test, normal approximation, ties count half.
 
     >>> round(rank_test([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]), 3)
     0.006
@@ -272,7 +271,7 @@ def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _at(plans: Sequence[Plan], iteration: int) -> list[float]:
-    """The best step time after so many iterations, per seed."""
+    """Return the best step time after a number of iterations, for every plan's search."""
     logs = [plan.extra["search_log"] for plan in plans]
     return [float(log[min(iteration, len(log) - 1)][1]) for log in logs]
 
@@ -282,7 +281,7 @@ def _median(plans: Sequence[Plan], iteration: int) -> float:
 
 
 def stretched(costs: CostTable) -> CostTable:
-    """The model with its inner layers repeated until there are 224 of them."""
+    """Return the costs with the inner layers repeated until there are 224 of them."""
     inner = costs.num_layers - 2
     at = np.array([0, *(1 + k % inner for k in range(LAYERS)), costs.num_layers - 1])
     arrays = {name: getattr(costs, name)[at] for name in PER_LAYER}
@@ -293,15 +292,17 @@ def stretched(costs: CostTable) -> CostTable:
 
 
 def phase_shares(plans: Sequence[Plan]) -> tuple[float, float, float]:
-    """Of the iterations of some searches, the share each phase got."""
+    """Return the share of each phase in the iterations of some searches."""
     counts = [float(sum(int(p.extra["phase_iterations"].get(phase, 0)) for p in plans)) for phase in PHASES]
     total = sum(counts) or 1.0
     return counts[0] / total, counts[1] / total, counts[2] / total
 
 
 def _exact(costs: CostTable) -> Row:
-    """What a solver of the joint problem would have to place. Whether it finds a plan in time depends on the clock, so
-    the paper's claim is not judged."""
+    """Return a row on what a solver of the joint problem would have to place.
+
+    Whether a solver finds a plan in time depends on the clock, so the paper's claim is not judged.
+    """
     intervals = costs.num_layers * MICRO_BATCHES * 3 * RANKS
     return Row.shown(
         "search.exact",

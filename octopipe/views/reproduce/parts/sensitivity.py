@@ -1,7 +1,7 @@
-"""Every assumption that the paper leaves open, changed one at a time, and every reason given for a difference, tested.
+"""Every assumption that the paper leaves open, changed one at a time; every reason given for a difference, tested.
 
-Knows: nine absolute measurements the paper prints of its baselines (Table III, the first line of Table V, the bubble
-of Figure 2) and what each reading makes of them. Does not know: how a reading is applied (reading.py).
+Knows: nine absolute measurements of baselines that the paper prints (Table III, the first line of Table V, the bubble
+of Figure 2) and what each reading predicts for them. Does not know: how a reading is applied (reading.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ COLUMNS = (
 
 
 def nine(bench: Bench, reading: Reading) -> tuple[list[float], list[float]]:
-    """Ours and the paper's: four step times, four throughputs, a bubble."""
+    """Return our values and the paper's: four step times, four throughputs, a bubble."""
     costs = bench.costs(BIG, 8, 8, reading=reading)
     ours = [bench.baseline(n, costs, 8, 8, reading=reading).step_ms for n in BASELINES]
     costs = bench.costs(SMALL, 4, 16, reading=reading)
@@ -142,7 +142,7 @@ def _heads(bench: Bench) -> Row:
 
 
 def _changed(bench: Bench, id: str, claim: str, reading: Reading) -> Row:
-    """One assumption changed, published head: 1F1B, Interleaved, Tessel, Mist."""
+    """Return a row with one assumption changed and the published head: 1F1B, Interleaved, Tessel, Mist."""
     costs = bench.costs(BIG, 8, 8, reading=reading)
     ms = [bench.baseline(n, costs, 8, 8, reading=reading).step_ms for n in BASELINES]
     kept = bench.costs(BIG, 8, 8)

@@ -1,4 +1,4 @@
-"""Table I: which phases the published systems tune, read off our registry."""
+"""Table I: which phases the published systems tune, according to our registry."""
 
 from __future__ import annotations
 

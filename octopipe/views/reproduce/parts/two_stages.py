@@ -21,7 +21,7 @@ from octopipe.views.reproduce.row import Result, Row, Values, baseline
 
 SOURCE = "Fig. 3, §III-B"
 BEST_SINGLE_T, JOINT_T, BASE_T = 26.0, 20.0, 30.0
-"""The paper: 1F1B takes 30T, a single phase saves up to 4T, all three 10T."""
+"""The paper's step times: 1F1B takes 30T, a single phase saves up to 4T, all three save 10T."""
 VARIANTS = (
     ("(b) partitioning", ("partition",)),
     ("(c) placement", ("placement",)),
@@ -78,7 +78,7 @@ def run(bench: Bench) -> Result:
 def _together(
     costs: CostTable, timelines: list[Timeline], *, base_t: float, joint_t: float, plan_t: float
 ) -> list[Row]:
-    """Rows about all three phases together. `timelines`: 1F1B, each phase alone, and the optimum."""
+    """Return rows about all three phases together. `timelines`: 1F1B, each phase alone, and the optimum."""
     best_single_t, best = min(t.step_ms for t in timelines[1:4]), timelines[-1]
     return [
         Row.number(
@@ -124,8 +124,10 @@ def _together(
 
 
 def _kept_loads(costs: CostTable) -> float:
-    """The best step of placements in which one rank holds two layers and the other four, backward whole, in the order
-    of Interleaved where it has one and of 1F1B's rule otherwise."""
+    """Return the best step time of placements with two layers on one rank and four on the other, backward fused.
+
+    The order is carried over from 1F1B: every op is placed at the time at which its layers ran there.
+    """
     best = float("inf")
     for mine in combinations(range(costs.num_layers), 2):
         homes = [0 if k in mine else 1 for k in range(costs.num_layers)]
@@ -146,7 +148,7 @@ def six_layers() -> CostTable:
 
 
 def _single(bench: Bench, costs: CostTable, base: Plan, phases: tuple[str, ...]) -> Plan:
-    """The phase alone on 1F1B. Only scheduling may split the backward: partition is judged with it whole."""
+    """Return the plan of one phase alone, from 1F1B. Only scheduling may split the backward; partitions do not."""
     if phases == ("partition",):
         plans = [one_f_one_b_plan(costs, 2, 2, (k, 6 - k)) for k in range(1, 6)]
         return min(plans, key=lambda plan: simulate(plan, costs).step_ms)
