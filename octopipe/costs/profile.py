@@ -40,7 +40,7 @@ class Profile:
 
     @property
     def mode(self) -> Mode | None:
-        """How the layers ran when they were measured; None where the file does not say."""
+        """How the layers ran when they were measured; None if the file does not say."""
         return self.costs.mode
 
     def with_costs(self, costs: CostTable) -> Profile:

@@ -51,7 +51,7 @@ class CostTable:
     """Costs of one micro-batch on one rank of speed 1; every array has one entry per layer.
 
     Arrays left out count as zero. `micro_batch_factor` multiplies the times and the activation and boundary
-    bytes of micro-batch m (shape [M], or [M, layers] where layer kinds scale differently).
+    bytes of micro-batch m (shape [M], or [M, layers] if layer kinds scale differently).
     """
 
     model: str
@@ -97,7 +97,7 @@ class CostTable:
     reduction: Link = field(default_factory=Link)
     """The link over which that reduction runs."""
     gpus_per_rank: float = 1
-    """GPUs behind one pipeline rank (tp * cp; their mean where stages differ), for tokens per GPU per second."""
+    """GPUs of one pipeline rank (tp * cp; their mean if stages differ), for tokens per GPU per second."""
     model_flops: float | None = None
     """FLOPs of the whole model for one micro-batch, forward and backward, without recomputation."""
     setup: Setup | None = None

@@ -50,7 +50,7 @@ class Stage:
 
     first: int
     stop: int
-    """Exclusive: layers first .. stop-1. A stage without layers, after a split head, computes the loss of the shards."""
+    """Exclusive: layers first .. stop-1. A stage without layers, after a split head, is the loss of the shards."""
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""

@@ -160,7 +160,7 @@ def _problems(
 
 
 def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Edge | None]]) -> Iterator[str]:
-    """Every layer of a path must be in one stage, or once in each of its shards."""
+    """Yield a problem if a layer of a path is in more than one stage, or not exactly once in each of its shards."""
     whole: dict[int, int] = {}
     parts: dict[tuple[int, int], list[Edge]] = {}
     for s in route:

@@ -170,7 +170,7 @@ class Plan:
     @property
     def cut_heads(self) -> frozenset[int]:
         """Layers whose shards are parts of a vocabulary: the last layer, and those whose shards meet in a stage without
-        layers, which has the loss."""
+        layers, which computes the loss."""
         last = self.num_layers
         return frozenset(s.stop - 1 for s in self.stages if s.first == s.stop or (s.shard and s.stop == last))
 
@@ -185,7 +185,7 @@ class Plan:
         return any(s.offload for s in self.stages)
 
     def slots(self, rank: int) -> tuple[tuple[Op, ...], ...]:
-        """The rank's sequence: single ops, and pairs as two ops."""
+        """Return the rank's order as tuples: of a single op each, or of the two ops of a pair."""
         out: list[tuple[Op, ...]] = []
         for op in self.orders[rank]:
             if self.pairs and out and len(out[-1]) == 1 and (out[-1][0], op) in self.pairs:

@@ -29,7 +29,7 @@ class StageMemory(NamedTuple):
     """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
 
     kept: Array
-    """Held from F on if the stage recomputes."""
+    """Held from F on if the stage recomputes or offloads; otherwise equal to `activation`."""
     activation: Array
     """Held from F (or R) until I."""
     stash: Array
@@ -110,7 +110,7 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
 
 
 def part_of(stage: Stage) -> float:
-    """The share of its layers' work, activations and weights that a stage holds (1, or 1/n for a shard)."""
+    """Return the share of its layers' work, activations and weights that a stage has (1, or 1/n for a shard)."""
     return 1.0 if stage.shard is None else 1.0 / stage.shard[1]
 
 

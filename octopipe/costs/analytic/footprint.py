@@ -180,12 +180,12 @@ def megatron_activation_bytes(
     sequence_parallel: bool = False,
     recompute: Literal["none", "selective", "full"] = "none",
 ) -> float:
-    """Activations of one GPT layer without flash attention, 16-bit, with dropout masks of one byte.
+    """Return the bytes of 16-bit activations of one GPT layer without flash attention, with dropout masks of one byte.
 
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, Table 2, built
-    from its parts: attention 11sbh + 5as²b, MLP 19sbh, two layer norms 4sbh. Tensor parallelism divides what lies
-    between its collectives (24sbh + 5as²b); sequence parallelism the rest (10sbh); selective recomputation drops the
-    part quadratic in s; full recomputation keeps the input alone, 2sbh.
+    from its parts: attention 11sbh + 5as²b, MLP 19sbh, two layer norms 4sbh. Tensor parallelism divides what is between
+    its collectives (24sbh + 5as²b), sequence parallelism the rest (10sbh). Selective recomputation drops the part that
+    is quadratic in s; full recomputation keeps only the input, 2sbh.
 
     >>> s, b, h, a = 1024, 2, 4096, 32
     >>> megatron_activation_bytes(seq=s, batch=b, hidden=h, heads=a) == s * b * h * (34 + 5 * a * s / h)

@@ -4,7 +4,7 @@ Knows: the file format, and how NICs, a power limit and an oversubscribed networ
 unequal nodes (`file.py`), models or rates.
 
     [gpu]
-    like = "h100"               the preset whose figures hold where none is given below
+    like = "h100"               the preset whose figures are used if none are given below
     name = "h100-500w"          its name in the output
     memory_gib = 80             also: bf16_tflops, fp8_tflops, fp4_tflops, hbm_tb_per_s, host_gb_per_s, generation
     power_watts = 500           a limit below the board's own slows the clock by the cube root

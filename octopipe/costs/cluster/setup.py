@@ -146,13 +146,13 @@ class Setup:
         None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
         words="precision of gradients", unless_given="fp32; bf16 with fp8",
     )  # fmt: skip
-    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
+    """Precision in which gradients are kept and reduced; None: fp32, or bf16 if `precision` is not bf16."""
     states: States = asked(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
         words="optimizer state: fp32 weights and moments, with bf16 moments, or bf16 moments only", unless_given="fp32",
     )  # fmt: skip
-    """An fp32 weight and two fp32 moments; an fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments alone, where
-    the optimizer updates bf16 weights."""
+    """fp32: an fp32 weight and two fp32 moments; bf16-moments: an fp32 weight and bf16 moments (DeepSeek-V3); bf16:
+    only bf16 moments, so that the optimizer updates bf16 weights."""
     recompute: Recompute = asked(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
         words="activations to recompute: cheap ones (selective), all (full), or as many as needed to fit (auto)",
@@ -338,12 +338,12 @@ class Setup:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of one parameter's optimizer state, its fp32 weight included where there is one."""
+        """Bytes of one parameter's optimizer state, including its fp32 weight if there is one."""
         return {"fp32": 12.0, "bf16-moments": 8.0, "bf16": 4.0}[self.states]
 
     @property
     def peak_flops_per_ms(self) -> float | None:
-        """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
+        """The mean data-sheet peak of the GPUs in use, in the run's precision; None if they are not known."""
         if self.gpu is None:
             return None
         kinds = [(gpu(name), number) for name, number in self.used_gpus] or [(self.gpu, self.num_gpus)]

@@ -135,7 +135,7 @@ def _check_count(text: str, at: int, count: int) -> None:
 
 
 def _times(text: str, at: int) -> tuple[int | None, int]:
-    """The n of `*n` at this position and where it ends, or None."""
+    """Return the n of `*n` at this position, or None if there is none, and the position after it."""
     if at >= len(text) or text[at] != "*":
         return None, at
     number = _NUMBER.match(text, at + 1)
