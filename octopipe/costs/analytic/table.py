@@ -312,8 +312,7 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
 
 
 def _has_table(layer: Layer) -> bool:
-    """Return whether a layer holds the table that a tied head uses; in a model with a tower, a later one than the first
-    does."""
+    """Return whether a layer holds the table that a tied head uses; in a model with a tower, the first does not."""
     return isinstance(layer.parts[0], Embedding)
 
 
@@ -417,7 +416,7 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
 
 def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
     """Return, per layer, the time once a step to reduce its gradient over the replicas and to gather its updated
-    weights, without overlap. With ZeRO-2 and 3 the reduction is not included: micro-batches contain it."""
+    weights, without overlap. ZeRO-2 and 3 reduce during the micro-batches, so that this reduction is not included."""
     after = 0.0 if pricing.setup.zero >= 2 else 1.0
     return [after * reduced + gathered for reduced, gathered in reduction_parts_ms(weights, pricing)]
 
