@@ -30,7 +30,7 @@ from octopipe.costs.table import Array, CostTable
 
 log = logging.getLogger("octopipe.profile")
 HEAD_BYTES = 1 << 16
-"""How much of a file says what it is."""
+"""How many bytes at the beginning of a file are read to recognise its kind."""
 GZIP_MAGIC = b"\x1f\x8b"
 KINDS = {"trace": "a trace of torch.profiler", "sqlite": "an export of Nsight Systems",
          "stats": "a report of nsys stats", "times": "a CSV of layer times"}  # fmt: skip
@@ -38,9 +38,9 @@ _SYMBOLS = (("mamba", "M"), ("ssm", "M"), ("moe", "#"), ("attention", "*"), ("at
 
 
 def kind_of_file(path: str | os.PathLike[str]) -> str | None:
-    """Which of `KINDS` a file is, by its content; None where it is none of them (or cannot be read)."""
+    """Return which of `KINDS` a file is, by its content; None if it is none of them or cannot be read."""
     try:
-        if not Path(path).is_file():  # a pipe would be waited for
+        if not Path(path).is_file():  # reading a pipe would block
             return None
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
@@ -61,9 +61,10 @@ def kind_of_file(path: str | os.PathLike[str]) -> str | None:
 
 
 def load_foreign_profile(path: str | os.PathLike[str], costs: CostTable | None = None) -> Profile | None:
-    """The profile in another tool's file, or None where the file is none of theirs.
+    """Return the profile in a file of another tool, or None if the file is of no known tool.
 
-    `costs`: the analytic costs of the model that was recorded; its layers then split B, and bring symbols and bytes.
+    `costs`: the analytic costs of the model that was recorded. They then determine how B is split into I and W, and
+    supply symbols and bytes.
     """
     kind = kind_of_file(path)
     if kind is None:
@@ -73,7 +74,7 @@ def load_foreign_profile(path: str | os.PathLike[str], costs: CostTable | None =
 
 
 def foreign_costs(path: str | os.PathLike[str]) -> CostTable | None:
-    """The costs in another tool's file, told in the log how they came about; None where the file is none of theirs."""
+    """Return the costs in a file of another tool, and log how they were derived; None if the tool is not known."""
     profile = load_foreign_profile(path)
     if profile is None:
         return None
@@ -94,7 +95,7 @@ def _stamp(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: str, kind: str, stamp: tuple[int, int]) -> LayerTimes:
-    """Large files are read once a run; `stamp` tells a changed one."""
+    """Read a file. Results are cached, because files are large; another `stamp` means that the file has changed."""
     where = shown(path)
     if kind == "sqlite":
         if stamp[1] > MAX_TIMELINE_BYTES:
@@ -153,7 +154,7 @@ def _profile(times: LayerTimes, name: str, kind: str, model: CostTable | None, w
 
 
 def _split(times: LayerTimes, symbols: str, model: CostTable | None) -> tuple[Array, Array, Array, list[str]]:
-    """F, I, W of every layer, and how they came about."""
+    """Return F, I and W of every layer, and notes on how they were derived."""
     forward = np.array(times.forward_ms)
     if times.input_ms:
         return forward, np.array(times.input_ms), np.array(times.weight_ms), []
@@ -177,7 +178,7 @@ def _split(times: LayerTimes, symbols: str, model: CostTable | None) -> tuple[Ar
 
 
 def _input_shares(symbols: str, model: CostTable | None) -> Array:
-    """I over I and W, per layer."""
+    """Return I as a share of I plus W, per layer."""
     if model is None:
         return np.array([0.0 if symbol == "E" else 0.5 for symbol in symbols])
     whole = model.input_ms + model.weight_ms
@@ -192,7 +193,8 @@ def _backward_ratios(model: CostTable | None, count: int) -> Array:
 
 
 def _symbols(names: Sequence[str]) -> str:
-    """A letter per layer, by its name: E and L at the ends, what the middle ones are called in between."""
+    """Return a symbol per layer, from its name: E and L for an embedding and a head at the ends, otherwise that of the
+    kind of layer that the name states (T if it states none)."""
     out = []
     for k, name in enumerate(names):
         low = name.lower()

@@ -1,4 +1,4 @@
-"""Which layers' outputs a layer takes, where that is not simply the layer before it, and which layers share weights.
+"""Which layers' outputs a layer takes, if that is not simply the layer before it, and which layers share weights.
 
 Knows: layers by number, in an order in which a forward could run them one after the other. Does not know: stages,
 ranks or times. A model without such a graph is a chain.
@@ -31,8 +31,8 @@ class LayerGraph:
     takes: tuple[tuple[int, ...], ...]
     """Per layer: the layers whose outputs it takes, in rising order; the first layer takes the batch."""
     shared: tuple[tuple[tuple[int, ...], float], ...] = ()
-    """Layers and the static bytes that they have in common: each of them counts the bytes, and a rank that holds
-    several of them has the bytes once."""
+    """Groups of layers, and the static bytes that the layers of a group have in common. The static bytes of every layer
+    include them; a rank that holds several layers of the group stores them once."""
 
     def __post_init__(self) -> None:
         for layer, taken in enumerate(self.takes):
@@ -70,11 +70,11 @@ class LayerGraph:
         return tuple(sorted(found))
 
     def weights_held_twice(self, layers: Collection[int]) -> float:
-        """Static bytes that a rank with these layers would count more than once."""
+        """Return the static bytes that are counted too often if those of these layers of one rank are added up."""
         return sum(nbytes * max(0, sum(k in layers for k in group) - 1) for group, nbytes in self.shared)
 
     def longest(self, layer_ms: Sequence[float]) -> tuple[int, ...]:
-        """The layers of a path from the first layer to an end that takes longest."""
+        """Return the layers of the path from the first layer to an end that takes longest."""
         best: list[tuple[float, int]] = []
         for layer, taken in enumerate(self.takes):
             before = max(((best[k][0], k) for k in taken), default=(0.0, -1))
@@ -87,14 +87,16 @@ class LayerGraph:
         return tuple(reversed(out))
 
     def record(self) -> dict[str, object]:
-        """As a profile stores it: the layers that do not take the one before them, and shared weights in GiB."""
+        """Return the graph as a profile stores it: the layers that do not take just the output of the layer before
+        them, and shared weights in GiB."""
         rows = {str(k): list(row) for k, row in enumerate(self.takes) if k and row != (k - 1,)}
         shared = [{"layers": list(layers), "gib": nbytes / GIB} for layers, nbytes in self.shared]
         return {"takes": rows, "shared": shared}
 
 
 def layer_graph_from_object(value: object, num_layers: int, where: str) -> LayerGraph | None:
-    """A profile's "graph": an object with `takes` (layer -> layers) and maybe `shared`."""
+    """Return the graph in a profile's "graph", an object with `takes` (layer -> layers) and optionally `shared`; None
+    if there is none."""
     if value is None:
         return None
     what = f'{where}: "graph"'

@@ -48,7 +48,8 @@ BYTES = {
 """File key -> CostTable field; every one is optional."""
 MAX_TOKENS = 1 << 40
 TOLERANCE = 0.01
-"""By what share a layer's segments may differ from its time (measured separately, they never add up exactly)."""
+"""The relative difference allowed between a layer's time and the time of its segments, which are measured separately
+and never add up exactly."""
 ONE_FOR_ALL = frozenset({"boundary_gib", "workspace_gib"})
 
 
@@ -134,7 +135,7 @@ def _number(value: object, what: str) -> float:
 
 
 def segments_object(costs: CostTable) -> dict[str, object]:
-    """The costs' segments as the value of "segments", one list per layer; empty where there is no exchange."""
+    """Return the costs' segments as the value of "segments", one list per layer; empty if there is no exchange."""
     found = costs.segments
     if found is None or not found.any_exchange:
         return {}

@@ -5,8 +5,8 @@ know: how a precision is implemented (`runtime/precision.py`) or measured.
 
     bf16-main-fp32   bfloat16 weights and activations; gradients of all micro-batches added up in float32; the optimizer
                      updates float32 master weights. What Megatron-LM and most large runs do, and the default on a GPU.
-    fp8              the same with the products of linear layers in float8, except for weight gradients, and not of the
-                     head, routers or grouped experts; on GPUs of compute capability 8.9 or newer
+    fp8              the same, with the matrix products of linear layers in float8, except those of weight gradients, of
+                     the head, of routers and of grouped experts; on GPUs of compute capability 8.9 or newer
     bf16             everything in bfloat16, gradients and optimizer state too
     fp32             everything in float32; the default on a CPU
     autocast-bf16    float32 weights and gradients, products in bfloat16 under torch.autocast
@@ -39,9 +39,9 @@ _BYTES = {
 moment of the optimizer."""
 PRECISIONS = tuple(_BYTES)
 FLOAT32_UPDATES = frozenset({"bf16-main-fp32", "fp8", "fp32", "autocast-bf16"})
-"""Precisions whose optimizer updates float32 weights: a run may go on in another one of them."""
+"""Precisions whose optimizer updates float32 weights. A checkpointed run may be resumed in another one of them."""
 OLDER_NAMES = {"float32": "fp32", "bfloat16": "bf16-main-fp32", "float64": "fp64"}
-"""What `--dtype` said before there were precisions."""
+"""The values of the older flag `--dtype`, with the precision that each one stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +61,29 @@ class Mode:
         return self.precision + (" with CUDA graphs" if self.graphs else "")
 
     def bytes_per_parameter(self, *, state_factor: float, shards: int = 1) -> float:
-        """Weight, gradient, and the optimizer's state of so many moments (0: no optimizer, so no master weight).
+        """Return the bytes of one parameter's weight, gradient and optimizer state.
 
+        `state_factor`: the optimizer's moments per parameter; 0: no optimizer, and therefore no master weight.
         `shards`: data-parallel replicas that divide master weights and moments among themselves.
         """
         weight, gradient, master, moment = _BYTES[self.precision]
         return weight + gradient + ((master + state_factor * moment) / shards if state_factor else 0.0)
 
     def record(self) -> dict[str, object]:
-        """As it stands in a file."""
+        """Return the mode as files store it."""
         return {"precision": self.precision, "graphs": self.graphs}
 
 
 def default_precision(device: str) -> str:
-    """What a run computes in when nobody says: by the kind of its device."""
+    """Return the precision of a run on this kind of device if none is given."""
     return DEFAULT_GPU if device.startswith("cuda") else DEFAULT_CPU
 
 
 def precision_of(precision: str | None, dtype: str | None, device: str, own: str | None = None) -> str:
-    """The precision that flags ask for: by name, or by the older `--dtype`. Where they ask for none, on a GPU what the
-    model's own config says (`own`, a dtype's name), else the device's default.
+    """Return the precision that the flags select, by name or by the older `--dtype`.
+
+    If they select none, return that of the model's own config (`own`, a dtype's name) on a GPU if it is float32 or
+    float64, otherwise the device's default. Raise an error if the two flags contradict each other.
 
     >>> precision_of(None, None, "cuda"), precision_of(None, None, "cuda", "float32"), precision_of(None, None, "cpu")
     ('bf16-main-fp32', 'fp32', 'fp32')
@@ -102,13 +105,13 @@ FLOAT8_REMEDY = "it needs an NVIDIA GPU of compute capability 8.9 or newer; use 
 
 
 def refuse_on_cpu(precision: str, device: str) -> None:
-    """Raise where a precision is asked of a CPU that it does not have."""
+    """Raise an error if the device is a CPU and does not support the precision."""
     if precision == "fp8" and not device.startswith("cuda"):
         raise OctoPipeError(f"precision fp8 on a CPU: {FLOAT8_REMEDY}")
 
 
 def mode_from_object(value: object, where: str) -> Mode | None:
-    """The mode in a decoded file; None where it says nothing."""
+    """Return the mode in a decoded file, or None if the file states none."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("precision"), str):
@@ -123,7 +126,7 @@ def mode_from_object(value: object, where: str) -> Mode | None:
 
 
 def refuse_other_precision(measured: Mode | None, running: str, where: str) -> None:
-    """Raise where times were measured in another precision than a run computes in: they say nothing about it."""
+    """Raise an error if times were measured in another precision than the run's, to which they do not apply."""
     if measured is not None and measured.precision != running:
         raise OctoPipeError(
             f"{where} was measured in {measured.precision}, and this run computes in {running}: its times are not this "
@@ -132,7 +135,7 @@ def refuse_other_precision(measured: Mode | None, running: str, where: str) -> N
 
 
 def refuse_other_graphs(measured: Mode | None, running: bool, where: str) -> None:
-    """Raise where times were measured with CUDA graphs and a run goes without them, or the other way round."""
+    """Raise an error if times were measured with CUDA graphs and the run does not use them, or the reverse."""
     if measured is not None and measured.graphs != running:
         how = ("with", "without") if measured.graphs else ("without", "with")
         flag = "--graphs" if measured.graphs else "--no-graphs"

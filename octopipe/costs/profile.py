@@ -28,23 +28,23 @@ class Profile:
     """Measured costs of a model on the ranks of one machine or cluster."""
 
     costs: CostTable
-    """Times while all ranks work."""
+    """Costs with the times that apply while all ranks are busy."""
     partial: Mapping[int, CostTable] = field(default_factory=dict)
-    """The same costs with the times of a rank when only so many ranks work; empty where ranks share nothing."""
+    """The same costs with a rank's times while only that many ranks are busy; empty if ranks share no resources."""
     op_overhead_ms: float = 0.0
-    """What running one op costs beside its layers' own times."""
+    """Time of running one op in addition to its layers' own times."""
     fused_factor: float = 1.0
-    """Time of B over I and W run one by one."""
+    """Time of B as a multiple of the time of I and W run one after the other."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Device, date, spread of the times: for people."""
 
     @property
     def mode(self) -> Mode | None:
-        """How the layers ran when they were measured; None where the file does not say."""
+        """How the layers ran when they were measured; None if the file does not say."""
         return self.costs.mode
 
     def with_costs(self, costs: CostTable) -> Profile:
-        """The same profile around other costs (a memory limit added, say)."""
+        """Return the same profile with other costs (for example with a memory limit); `partial` keeps its times."""
         partial = {
             level: costs.replace(**{name: getattr(table, name) for name in TIMES.values()})
             for level, table in self.partial.items()
@@ -52,8 +52,8 @@ class Profile:
         return replace(self, costs=costs, partial=partial)
 
     def as_priced(self, costs: CostTable) -> Profile:
-        """The same profile around its own costs as they were priced for another routing: the times of fewer busy ranks
-        change in the same proportion."""
+        """Return the same profile with `costs`, which are its own costs priced for another routing. The times for fewer
+        busy ranks change in the same proportion."""
         changed = {}
         for name in TIMES.values():
             own, asked = getattr(self.costs, name), getattr(costs, name)
@@ -65,7 +65,7 @@ class Profile:
         return replace(self, partial=partial).with_costs(costs)
 
     def checkpointing(self, layers: Sequence[int]) -> Profile:
-        """The same layers, of which these keep their input alone and run again before I."""
+        """Return the profile with these layers checkpointed: they keep only their input, and run again before I."""
         if not layers:
             return self
         which = np.asarray(layers, dtype=np.int64)
@@ -80,7 +80,7 @@ class Profile:
                 taken = np.array([sum(handed[k] for k in costs.graph.takes[layer]) for layer in layers])
             kept = np.minimum(held[which], taken)
             workspace[which] += held[which] - kept
-            held[which] = kept  # the stash comes back with the second forward: what W holds stays as it is
+            held[which] = kept  # the second forward restores the stash, so what is held until W does not change
             return costs.replace(input_ms=input_ms, activation_bytes=held, workspace_bytes=workspace)
 
         partial = {level: again(table) for level, table in self.partial.items()}
@@ -135,5 +135,5 @@ class Profile:
         return msgspec.json.format(msgspec.json.encode(out), indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the file in one step."""
+        """Write the profile; an interrupted write leaves the old file intact."""
         write_whole(path, self.to_json())

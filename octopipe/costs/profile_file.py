@@ -14,8 +14,8 @@ with additional measured links, rank speeds and times with fewer busy ranks. Doe
      "graph": {"takes": {"7": [0, 5]}, "shared": [{"layers": [6, 8], "gib": 0.9}]},
      "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
-`shards` states what one of n parts of a layer cut by vocabulary takes (`shard_times.py`). `routing` states how many
-tokens every expert of a layer received, and over how many ranks the experts were distributed (`routing.py`).
+`shards` states the time of one of n shards of a layer that is cut by vocabulary (`shard_times.py`). `routing` states
+how many tokens every expert of a layer received, and over how many ranks the experts were distributed (`routing.py`).
 `graph` states which layers' outputs a layer takes, and which layers share weights (`layer_graph.py`).
 `repeatable` states for each layer whether a second forward gave the same result as the first.
 
@@ -49,7 +49,7 @@ from octopipe.costs.table import CostTable
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile; a plain layer-times file and another tool's recording are taken too."""
+    """Read a profile; a plain layer-times file and another tool's recording are accepted as well."""
     recorded = load_foreign_profile(path)
     if recorded is not None:
         return recorded
@@ -145,7 +145,7 @@ def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
 
 
 def _link(entry: object, what: str) -> Link:
-    """{"latency_ms": ..., "gb_per_s": ...}, either left out where it costs nothing."""
+    """Return the link {"latency_ms": ..., "gb_per_s": ...}; a key that is left out costs no time."""
     if not isinstance(entry, dict):
         raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
     latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]

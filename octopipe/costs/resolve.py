@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from octopipe.costs.cluster.keywords import SetupKeywords
 
 FILE_ENDINGS = (".json", ".csv", ".sqlite", ".gz", ".toml")
-"""A name that ends so means a file, also where there is none."""
+"""A name with one of these endings means a file, even if no such file exists."""
 
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
@@ -58,24 +58,24 @@ def _profile(file: Mapping[str, object], name: str, where: str) -> CostTable:
 
 
 FORMATS: Mapping[str, Reader] = MappingProxyType({"octopipe.layer-times": _layer_times, "octopipe.profile": _profile})
-"""The "format" key of a file, without its `/version`, and what reads it. A profile is a layer-times file with
-more keys beside."""
+"""The "format" key of a file, without its `/version`, and the function that reads such a file. A profile is a
+layer-times file with additional keys."""
 
 
 def resolve_spec(model: str | Path | ModelSpec) -> ModelSpec | None:
-    """The layers behind MODEL, or None where only times are known (a layer-times file)."""
+    """Return the layers of MODEL, or None if only its times are known (a layer-times file)."""
     found = _find(model)
     return found if isinstance(found, ModelSpec) else None
 
 
 def resolve_measured(model: str | Path | ModelSpec) -> CostTable | None:
-    """The times behind MODEL where it is a file of times, None where it has layers to price."""
+    """Return the costs in MODEL if it is a file of times, or None if it has layers to price."""
     found = _find(model)
     return found if isinstance(found, CostTable) else None
 
 
 def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
-    """The spec of a preset or config, or the costs of a file of times."""
+    """Return the spec of a preset or config, or the costs in a file of times."""
     if isinstance(model, ModelSpec):
         return model
     name = str(model)
@@ -91,7 +91,7 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         is_path = os.path.lexists(path) or (os.sep in name and not meant)
         is_path = is_path or name.endswith(FILE_ENDINGS)
     except (OSError, ValueError):
-        is_path = True  # read_json_object says what is wrong with it
+        is_path = True  # read_json_object raises the error that says what is wrong
     if not name or not is_path:
         shown_name = shown(name[:80])
         nearest = suggestion(name[:80], [*names(), *measured_models()])
@@ -125,8 +125,12 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
 
 
 def tensor_parallel(spec: ModelSpec, setup: Setup) -> int:
-    """The smallest power of two at which weights, gradients and optimizer state of an even share of the model
-    take at most half of a GPU, never above a node or beyond what divides the heads."""
+    """Return the smallest power of two at which weights, gradients and optimizer state of an even share of the model
+    take at most half of a GPU.
+
+    Only sizes that divide a node, all heads and all feed-forward widths are considered; if none of them suffices,
+    return the largest.
+    """
     best, cluster = 1, setup.cluster()
     for tp in (1, 2, 4, 8, 16, 32, 64):
         sizes = (getattr(p, n, None) for x in spec for p in x.parts for n in ("heads", "value_heads", "ffn"))
@@ -141,13 +145,13 @@ def tensor_parallel(spec: ModelSpec, setup: Setup) -> int:
 def resolve_costs(
     model: str | Path | ModelSpec, *, pp: int, micro_batches: int | None = None, **given: Unpack[SetupKeywords]
 ) -> CostTable:
-    """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
+    """Return the costs of MODEL on `pp` pipeline ranks; `CostTable.setup` states the set-up that they apply to.
 
-    Keywords are the fields of `Setup` (costs/cluster/setup.py); None is the same as left out. `gpu` left out: an h800.
-    `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times, whose times already hold it.
-    `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every transfer cost that much.
-    `memory_gib` left out: the GPU's less a reserve, or no limit for a file of times. `nodes` is a cluster file, or what
-    is in one.
+    Keywords are the fields of `Setup` (costs/cluster/setup.py); None is the same as leaving a keyword out. Defaults:
+    `gpu`: an h800. `tp`: the smallest that fits (see `tensor_parallel`), or 1 for a file of times, whose times already
+    include its effect. `seq`: 4096 tokens, or what the file of times states. `memory_gib`: the GPU's memory less a
+    reserve, or no limit for a file of times. `p2p_ms` is the time of every transfer. `nodes` is a cluster file, or the
+    contents of one.
     """
     asked, spelled = _read({"pp": pp, "micro_batches": micro_batches, **given})
     for name, counts in (("memory_gib", (0, 1, pp)), ("speeds", (0, pp))):
@@ -195,13 +199,13 @@ def resolve_costs(
 
 
 def default_seq(spec: ModelSpec) -> int:
-    """The usual length, or all that the decoder of an encoder-decoder has learned positions for."""
+    """Return the default sequence length, but at most the positions that an encoder-decoder's decoder has learned."""
     learned = [join.embedding.positions for join in spec if isinstance(join, Join) and join.embedding is not None]
     return min([DEFAULT_SEQ, *(count for count in learned if count)])
 
 
 def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What was asked for as the set-up holds it, and the word that each field was given under."""
+    """Return the given values as `Setup` stores them, by field, and the keyword that the caller used for each field."""
     asked: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for word, value in given.items():
@@ -220,7 +224,10 @@ def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _with_batch(setup: Setup, batch: Batch) -> Setup:
-    """The set-up of sequences of different length: the micro-batch of most tokens is what prices are relative to."""
+    """Return the set-up for sequences of different lengths.
+
+    It states the length and size of the micro-batch with the most tokens, which prices are relative to.
+    """
     if setup.micro_batch_size != 1:
         raise OctoPipeError("micro_batch_lengths says what is in every micro-batch; leave micro_batch_size out")
     largest = max(batch.groups, key=batch.tokens_of)
@@ -243,7 +250,7 @@ def _with_batch(setup: Setup, batch: Batch) -> Setup:
 def costs_of_setup(
     spec: ModelSpec, setup: Setup, *, micro_batch_tokens: Sequence[int] | None = None, batch: Batch | None = None
 ) -> CostTable:
-    """The costs of a model under a set-up, unequal nodes and a fixed transfer time included."""
+    """Return the costs of a model under a set-up, including unequal nodes and a fixed transfer time."""
     table = setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
     if setup.nodes:
         ranks = ranks_on(setup.nodes, setup.pp, setup.tp * setup.cp * setup.dp)
@@ -263,7 +270,11 @@ def costs_of_setup(
 
 
 def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool) -> CostTable:
-    """A file's times with the run's numbers around them; `reroute`: for the spread of tokens that the set-up has."""
+    """Return the costs in a file of times, completed with the set-up's links, rank speeds, memory and sizes.
+
+    `gpu_given`: whether the user named a GPU, whose links to its host and between nodes then count. `reroute`: convert
+    the times to the set-up's spread of tokens over experts.
+    """
     if setup.micro_batch_tokens:
         raise OctoPipeError(
             f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times covers one length only"
@@ -284,7 +295,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
         network = table.network
     if setup.p2p_ms is not None:
         network = Network.constant(setup.p2p_ms)
-    # What the file holds was measured with whatever precision and length it was: the set-up names none of them.
+    # The times already include the effects of fields that are `of_a_model` (precision, ...): the set-up states none.
     fields = {name: getattr(setup, name) for name, how in fields_of(Setup).items() if not how.of_a_model}
     reserve = setup.reserve_gib if setup.memory_gib else None
     known = Setup(**{**fields, "gpu": None, "tp": setup.tp, "seq": tokens, "reserve_gib": reserve})

@@ -1,11 +1,11 @@
 """The routing that a profile was measured with: how many tokens every expert of a layer received.
 
-Knows: tokens per expert and layer, over how many ranks the experts were distributed, and what the times of a layer
-become if the busiest of these ranks receives another share of the tokens. Does not know: how tokens are counted
+Knows: tokens per expert and layer, over how many ranks the experts were distributed, and how the times of a layer
+change if the busiest of these ranks receives another share of the tokens. Does not know: how tokens are counted
 (`runtime/measure/routing.py`), or what uneven routing costs in analytic prices (`analytic/`).
 
-Measured times already contain the wait for the busiest rank. They are therefore corrected by the ratio of the spread
-that is asked for to the measured one, so that the slowest rank is priced once. What grows with the tokens of a rank is
+Measured times already contain the wait for the busiest rank. They are therefore corrected by the ratio of the requested
+spread to the measured one, so that the slowest rank is priced once. What grows with the tokens of a rank is
 everything from the first exchange of an op to its last one (dispatch, experts, combine). A weight gradient has no
 exchange: it grows by the share of the experts in the computation of F, whose matrix products it repeats. Memory stays
 as measured.
@@ -28,11 +28,11 @@ from octopipe.base.limits import MAX_EXPERTS, MAX_RANKS, MAX_SIZE, finite
 from octopipe.costs.segments import Part, Segments, alone_ms
 
 Tokens = tuple[float, ...]
-"""Of every expert of a layer."""
+"""The number of tokens of every expert of a layer."""
 
 
 def busiest_rank(tokens: Sequence[float], ranks: int) -> float:
-    """Tokens of the busiest of so many ranks over their mean; a rank holds neighbouring experts."""
+    """Return the tokens of the busiest of `ranks` ranks over the mean of all; a rank holds consecutive experts."""
     held = len(tokens) // ranks
     loads = [sum(tokens[r * held : (r + 1) * held]) for r in range(ranks)]
     return max(loads) * ranks / sum(loads)
@@ -40,14 +40,14 @@ def busiest_rank(tokens: Sequence[float], ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What the routers of a model did while it was measured."""
+    """How many tokens the routers of a model sent to every expert while it was measured."""
 
     tokens: tuple[Tokens, ...]
-    """One row per layer, empty for a layer without a router. Of one micro-batch, the mean where several were seen."""
+    """One row per layer, empty for a layer without a router. Counts are per micro-batch, as a mean over all counted."""
     ranks: int = 1
-    """Over how many ranks the experts of a layer were distributed; 1: every rank held all of them."""
+    """The number of ranks over which the experts of a layer were distributed; 1: every rank held all of them."""
     micro_batches: int = 1
-    """How many micro-batches were counted."""
+    """The number of micro-batches that were counted."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Routing:
         return tuple(k for k, row in enumerate(self.tokens) if row)
 
     def record(self) -> dict[str, Any]:
-        """As it stands in a profile; layers with equal counts share an entry."""
+        """Return the routing as a profile stores it; layers with equal counts share an entry."""
         rows: dict[Tokens, list[int]] = {}
         for k in self.layers:
             rows.setdefault(self.tokens[k], []).append(k)
@@ -63,7 +63,7 @@ class Routing:
         return {"ranks": self.ranks, "micro_batches": self.micro_batches, "counted": counted}
 
     def words(self) -> list[str]:
-        """A line per kind of routing: how evenly the experts were used, and what that means for their ranks."""
+        """Describe every distinct routing in one line: how evenly its experts and their ranks were used."""
         out = []
         for row in dict.fromkeys(self.tokens[k] for k in self.layers):
             mean, idle = sum(row) / len(row), row.count(0.0)
@@ -78,7 +78,7 @@ class Routing:
         return out
 
     def wanted(self, imbalance: Tokens, layer: int) -> float:
-        """The spread over ranks that is asked for: as it was given, or of the tokens that were given."""
+        """Return the requested spread over ranks: the number in `imbalance`, or the spread of its tokens per expert."""
         if len(imbalance) < 2:
             return imbalance[0] if imbalance else 1.0
         if len(imbalance) != len(self.tokens[layer]):
@@ -88,12 +88,13 @@ class Routing:
         return busiest_rank(imbalance, self.ranks)
 
     def factors(self, imbalance: Tokens) -> dict[int, float]:
-        """Per layer with a router: by how much the tokens of its busiest rank grow if the spread is as asked for."""
+        """Return, per layer with a router, the factor by which the tokens of its busiest rank grow if the spread is the
+        requested one."""
         return {k: self.wanted(imbalance, k) / busiest_rank(self.tokens[k], self.ranks) for k in self.layers}
 
 
 def cannot_change(routing: Routing | None, segments: Segments | None) -> str:
-    """Why times that were measured with this routing say nothing about another one; empty where they do."""
+    """Return why times measured with this routing cannot be converted to another one, or "" if they can."""
     if routing is None:
         return "its times were measured, and it does not say with which routing"
     if routing.ranks == 1:
@@ -106,7 +107,8 @@ def cannot_change(routing: Routing | None, segments: Segments | None) -> str:
 def rerouted(
     times: Mapping[str, np.ndarray[Any, Any]], segments: Segments, factors: Mapping[int, float]
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Segments]:
-    """F, I and W ("forward_ms", "input_ms", "weight_ms") and segments with so many times the tokens per layer."""
+    """Return F, I and W times ("forward_ms", "input_ms", "weight_ms") and segments, with the tokens of every layer in
+    `factors` multiplied by its factor."""
     out = {name: array.copy() for name, array in times.items()}
     rows: dict[str, list[list[Part]]] = {}
     slowing = segments.slows_compute, segments.slows_exchange
@@ -122,13 +124,13 @@ def rerouted(
 
 
 def _between(parts: Sequence[Part]) -> tuple[int, int]:
-    """The first and the last exchange; of nothing where there is none."""
+    """Return the indices of the first and the last exchange, or an empty range (0, -1) if there is none."""
     found = [k for k, (lane, _) in enumerate(parts) if lane == "exchange"]
     return (found[0], found[-1]) if found else (0, -1)
 
 
 def _grown(parts: Sequence[Part], factor: float) -> list[Part]:
-    """Parts in which what depends on routed tokens takes so many times as long; what runs beside does not."""
+    """Return the parts with those that depend on routed tokens taking `factor` times as long; `beside` does not."""
     first, last = _between(parts)
     return [
         (lane, amount * factor if first <= k <= last and lane != "beside" else amount)
@@ -137,7 +139,7 @@ def _grown(parts: Sequence[Part], factor: float) -> list[Part]:
 
 
 def _experts_share(parts: Sequence[Part]) -> float:
-    """Of F's computation, how much lies between its exchanges and depends on them."""
+    """Return the share of F's computation that lies between its exchanges and depends on them."""
     first, last = _between(parts)
     whole = sum(amount for lane, amount in parts if lane != "exchange")
     routed = sum(amount for k, (lane, amount) in enumerate(parts) if lane == "compute" and first <= k <= last)
@@ -145,7 +147,7 @@ def _experts_share(parts: Sequence[Part]) -> float:
 
 
 def routing_from_object(value: object, num_layers: int, where: str) -> Routing | None:
-    """A profile's "routing"; `where` opens every error line."""
+    """Return the routing in a profile's "routing", or None if it has none; `where` opens every error line."""
     if value is None:
         return None
     what = f'{where}: "routing"'

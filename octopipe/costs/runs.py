@@ -64,8 +64,9 @@ NEEDED = ("system", "model", "gpus", "gbs", "tokens_per_s_per_gpu")
 SIZES = ("mbs", "tp", "pp", "cp", "vp", "ep")
 PRECISIONS = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 EXCHANGES = ("", "exposed", "paired", "hidden")
-"""How experts exchanged tokens: not stated; one after the other with compute; beside the other direction's compute in
-Megatron's combined schedule, which hides a part of it (priced like "exposed"); or all of it behind compute."""
+"""How experts exchanged tokens. Empty: not stated; exposed: without overlapping with compute; paired: overlapping with
+compute of the other direction in Megatron's combined schedule, which hides a part of it (priced like "exposed");
+hidden: all of it behind compute."""
 MOST_RUNS = 10_000
 
 
@@ -81,10 +82,10 @@ class Run:
     chunks: int
     """Stages per pipeline rank."""
     recompute: str
-    """none, selective, full, or auto where nobody says: as little as fits."""
+    """none, selective, full, or auto if the table does not say: as little as fits."""
     exchange: str
     balanced: bool
-    """Layers were distributed over stages by their times (a custom layout), not by their number."""
+    """Whether layers were distributed over stages by their times (a custom layout), not by their number."""
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float | None = None
     """As published, by the publisher's own count."""
@@ -96,7 +97,8 @@ def read_runs(
     model: Callable[[str], ModelSpec | None] | None = None,
     gpus: Mapping[str, Gpu] | None = None,
 ) -> list[Run]:
-    """The runs in a table. `model` finds what is neither a preset nor a published model; `gpus` are further ones."""
+    """Read the runs in a table. `model` finds models that are neither presets nor published models; `gpus` are GPUs by
+    name, in addition to the presets."""
     where = shown(path)
     try:
         text = read_bytes(path).decode("utf-8-sig")
@@ -162,7 +164,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         pp=number["pp"],
         dp=dp,
         micro_batch_size=number["mbs"],
-        # Batches that micro-batches do not divide end with a smaller one.
+        # A batch that is not a multiple of the micro-batch size ends with a smaller micro-batch.
         micro_batches=max(1, round(batch / (number["mbs"] * dp))),
         seq=_whole("seq", cells.get("seq", ""), DEFAULT_SEQ),
         zero=int(zero),
@@ -170,7 +172,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         gradients=gradients,  # type: ignore[arg-type]
         states=cells.get("states") or "fp32",  # type: ignore[arg-type]
     )
-    setup.cluster()  # says what does not divide what
+    setup.cluster()  # raises an error if one size does not divide another
     spec = _spec(cells["model"]) or model(cells["model"])
     if spec is None:
         raise OctoPipeError(
@@ -236,5 +238,5 @@ def published_runs() -> tuple[Run, ...]:
 
 
 def under(run: Run, recompute: str, layers: int | None = None) -> Setup:
-    """The run's set-up with this recomputation."""
+    """Return the run's set-up with this recomputation; `layers`: how many layers full recomputation recomputes."""
     return replace(run.setup, recompute=recompute, recompute_layers=layers)  # type: ignore[arg-type]

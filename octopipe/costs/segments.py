@@ -34,16 +34,17 @@ from octopipe.base.limits import finite
 LANES = ("compute", "exchange", "beside")
 COMPUTE, EXCHANGE, BESIDE = range(3)
 Part = tuple[str, float]
-"""A lane and an amount: of milliseconds where people write it, of a layer's own time inside `Segments`."""
+"""A lane and an amount: in milliseconds in files and measurements, as a share of the layer's time in `Segments`."""
 MAX_SEGMENTS = 64
 """The most segments that one op of one layer is cut into."""
 MAX_SLOWING = 100.0
 ROUNDING = 1e-6
-"""By what share the segments of a layer may differ from its time."""
+"""The relative difference allowed between the time of a layer and that of its segments."""
 
 
 def together_ms(compute: float, exchange: float, slows_compute: float = 0.0, slows_exchange: float = 0.0) -> float:
-    """Compute and an exchange that start together, each slowed while the other runs; never more than one by one."""
+    """Return the time of compute and an exchange that start together, each slowed while the other runs; at most the
+    time of running them one after the other."""
     computing, exchanging = compute * (1.0 + slows_compute), exchange * (1.0 + slows_exchange)
     if computing <= exchanging:
         took = computing + exchange - computing / (1.0 + slows_exchange)
@@ -53,7 +54,7 @@ def together_ms(compute: float, exchange: float, slows_compute: float = 0.0, slo
 
 
 def alone_ms(parts: Sequence[Part], slows_compute: float = 0.0, slows_exchange: float = 0.0) -> float:
-    """What an op of these parts takes when nothing runs beside it."""
+    """Return the time of an op with these parts if no other op runs at the same time."""
     total, k = 0.0, 0
     while k < len(parts):
         lane, amount = parts[k]
@@ -68,16 +69,17 @@ def alone_ms(parts: Sequence[Part], slows_compute: float = 0.0, slows_exchange: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """What F and I of every layer consist of, as shares of the layer's own time; an empty row is all compute."""
+    """The parts of F and I of every layer, as shares of the layer's own time; an empty row is all compute."""
 
     forward: tuple[tuple[Part, ...], ...]
     """One row per layer: F's parts in the order in which they run. R is a second F."""
     input: tuple[tuple[Part, ...], ...]
-    """I's parts. B runs them too, with the layer's W to be put wherever the compute lane is free."""
+    """I's parts. B consists of them and of the layer's W, which can be placed wherever the compute lane is free."""
     slows_compute: float = 0.0
-    """Compute beside an exchange takes 1 + this times as long (it takes multiprocessors and memory bandwidth)."""
+    """Compute that overlaps with an exchange takes 1 + `slows_compute` times as long, because the exchange uses
+    multiprocessors and memory bandwidth."""
     slows_exchange: float = 0.0
-    """An exchange beside compute takes 1 + this times as long."""
+    """An exchange that overlaps with compute takes 1 + `slows_exchange` times as long."""
 
     def __post_init__(self) -> None:
         for name in ("slows_compute", "slows_exchange"):
@@ -109,7 +111,7 @@ class Segments:
         slows_compute: float = 0.0,
         slows_exchange: float = 0.0,
     ) -> Segments:
-        """From parts in milliseconds; rows without an exchange become plain compute."""
+        """Make segments from parts in milliseconds; rows without an exchange become plain compute."""
 
         def shares(rows: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
             known: dict[int, tuple[Part, ...]] = {}  # layers that are alike share their row
@@ -134,19 +136,19 @@ class Segments:
         return any(self.forward) or any(self.input)
 
     def parts(self, kind: str, layer: int) -> tuple[Part, ...]:
-        """The parts of an op of a layer as shares of its time; plain compute where nothing was said."""
+        """Return the parts of an op of a layer as shares of its time; plain compute if the row is empty."""
         row = self.forward[layer] if kind in "FR" else self.input[layer] if kind in "IB" else ()
         return row or (("compute", 1.0),)
 
     def share(self, kind: str, lane: str) -> NDArray[np.float64]:
-        """Per layer: which share of F's or I's time lies on a lane (`compute` counts what may run beside as well)."""
+        """Return, per layer, the share of F's or I's time that lies on a lane; `compute` includes `beside`."""
         lanes = ("compute", "beside") if lane == "compute" else (lane,)
         rows = [self.parts(kind, layer) for layer in range(self.num_layers)]
         return np.array([sum(amount for name, amount in row if name in lanes) for row in rows])
 
 
 def _wrong(row: object) -> str:
-    """What is wrong with a row of parts, in words, or nothing."""
+    """Return what is wrong with a row of parts, in words, or an empty string."""
     if not isinstance(row, tuple) or len(row) > MAX_SEGMENTS:
         return f"give at most {MAX_SEGMENTS} parts, each a lane and an amount"
     before = ""

@@ -1,10 +1,10 @@
-"""What a shard of a layer that is cut by vocabulary takes, measured.
+"""Measured times of the shards of a layer that is cut by vocabulary.
 
 Knows: the time of one of n shards as a share of the whole layer's time, `fixed + share / n`, for every kind of op. Does
 not know: which layers a plan cuts, or how shards are measured (`runtime/measure/shards.py`).
 
-Without a measurement a shard takes its n-th part of the layer. Measured, it takes longer: every shard of a head runs
-the norm before it, and every shard of an embedding looks at all tokens.
+Without a measurement, a shard is assumed to take 1/n of the layer's time. It really takes longer: every shard of a head
+runs the norm before it, and every shard of an embedding looks at all tokens.
 
 >>> found = fitted(3, {2: (0.6, 0.5, 0.5), 4: (0.35, 0.25, 0.25)})
 >>> [round(part, 3) for part in found.parts(8)]
@@ -32,17 +32,18 @@ class ShardTimes:
 
     layer: int
     fixed: Three
-    """What every shard takes, however many there are, as a share of the whole layer's F, I and W."""
+    """The time of every shard that does not depend on their number, as a share of the whole layer's F, I and W."""
     share: Three
-    """What is divided among the shards."""
+    """The time that is divided among the shards, as a share of the whole layer's F, I and W."""
 
     def parts(self, count: int) -> Three:
-        """F, I and W of one of `count` shards as shares of those of the whole layer."""
+        """Return F, I and W of one of `count` shards, as shares of those of the whole layer."""
         f, i, w = (a + b / count for a, b in zip(self.fixed, self.share, strict=True))
         return f, i, w
 
     def least_sum(self) -> Three:
-        """What all shards of the layer together take at least, however many there are; 1 for an uncut layer."""
+        """Return a lower bound for the time of all shards of the layer together, for any number of shards (1, an uncut
+        layer, included), as shares of F, I and W of the whole layer."""
         f, i, w = (min(1.0, 2 * a + b) for a, b in zip(self.fixed, self.share, strict=True))
         return f, i, w
 
@@ -51,7 +52,7 @@ class ShardTimes:
 
 
 def parts_of(times: tuple[ShardTimes, ...], layer: int, count: int) -> Three:
-    """F, I and W of one of `count` shards of a layer as shares of those of the whole layer."""
+    """Return F, I and W of one of `count` shards of a layer, as shares of those of the whole layer."""
     for one in times:
         if one.layer == layer:
             return one.parts(count)
@@ -59,7 +60,7 @@ def parts_of(times: tuple[ShardTimes, ...], layer: int, count: int) -> Three:
 
 
 def fitted(layer: int, seen: Mapping[int, Three]) -> ShardTimes:
-    """The closest `fixed + share / n` to what was measured for some numbers of shards n. Neither part is negative."""
+    """Fit `fixed + share / n`, neither of them negative, to the shares measured for some numbers of shards n."""
     counts = np.array(sorted(seen), np.float64)
     fixed, share = [], []
     for kind in range(3):
@@ -75,7 +76,7 @@ def fitted(layer: int, seen: Mapping[int, Three]) -> ShardTimes:
 
 
 def shard_times_from_object(value: object, num_layers: int, where: str) -> tuple[ShardTimes, ...]:
-    """A profile's "shards": a list of objects with layer, fixed and share."""
+    """Return the shard times in a profile's "shards", a list of objects with layer, fixed and share."""
     if value is None:
         return ()
     if not isinstance(value, list):

@@ -51,7 +51,7 @@ class CostTable:
     """Costs of one micro-batch on one rank of speed 1; every array has one entry per layer.
 
     Arrays left out count as zero. `micro_batch_factor` multiplies the times and the activation and boundary
-    bytes of micro-batch m (shape [M], or [M, layers] where layer kinds scale differently).
+    bytes of micro-batch m (shape [M], or [M, layers] if layer kinds scale differently).
     """
 
     model: str
@@ -63,29 +63,29 @@ class CostTable:
     weight_ms: Array
     """W: the weight-gradient half."""
     activation_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """Held from F until I."""
+    """Bytes held from F until I."""
     stash_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """Held from I until W: a part of activation_bytes, or more where I runs the layer's forward again."""
+    """Bytes held from I until W: a part of activation_bytes, or more if I runs the layer's forward again."""
     static_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Weights, gradients and optimizer state."""
     gradient_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """What a data-parallel or replica reduction moves."""
+    """Bytes of gradients that a reduction over data-parallel pipelines or copies moves."""
     boundary_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """The layer's output tensor: what a transfer after it moves, and what recomputation keeps."""
+    """Bytes of the layer's output: what a transfer after it moves, and what recomputation of the next layer keeps."""
     workspace_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Extra bytes while one of the layer's ops runs."""
     optimizer_ms: Array = field(default_factory=lambda: np.zeros(0))
     """Time of the layer's optimizer update, once per step."""
     tied_bytes: float = 0.0
-    """Static bytes that the first and the last layer have in common (a head tied to the embedding): both count them,
-    and a rank that holds both layers has them once."""
+    """Static bytes that the first and the last layer have in common (a head tied to the embedding). The static bytes of
+    both include them; a rank that holds both layers stores them once."""
     network: Network = field(default_factory=lambda: Network.constant(0.0))
     host_link: Link | None = None
-    """Between a rank and its host's memory, each way; None: not known, and nothing can be offloaded."""
+    """The link between a rank and its host's memory, each way; None: not known, so nothing can be offloaded."""
     copy_sum: Link | None = None
     """Measured: the link over which two ranks that hold the same layer sum its gradients. None: the network's link
-    between the two. Ranks that share a GPU share its way to the host's memory, so that a sum, in which both send and
-    receive at once, takes longer than a transfer."""
+    between the two. Ranks that share a GPU also share its link to the host's memory, so that a sum, in which both send
+    and receive at once, takes longer than a transfer."""
     rank_slowdown: tuple[float, ...] = ()
     """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
     rank_memory_bytes: tuple[float, ...] = ()
@@ -97,22 +97,22 @@ class CostTable:
     reduction: Link = field(default_factory=Link)
     """The link over which that reduction runs."""
     gpus_per_rank: float = 1
-    """GPUs behind one pipeline rank (tp * cp; their mean where stages differ), for tokens per GPU per second."""
+    """GPUs of one pipeline rank (tp * cp; their mean if stages differ), for tokens per GPU per second."""
     model_flops: float | None = None
-    """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
+    """FLOPs of the whole model for one micro-batch, forward and backward, without recomputation."""
     setup: Setup | None = None
-    """What these costs are for; None where nobody said."""
+    """The set-up that these costs apply to; None: not stated."""
     mode: Mode | None = None
-    """How the layers ran when they were measured; None for computed costs, and where a file does not say."""
+    """How the layers ran when they were measured; None: the costs were computed, or their file does not say."""
     repeatable: tuple[bool, ...] = ()
-    """Per layer: whether a second forward was seen to do the same as the first, so that it may be recomputed; empty
-    where nobody has looked (costs from first principles, of layers that are known to be)."""
+    """Per layer: whether a second forward was observed to give the same result as the first, so that the layer may be
+    recomputed. Empty: not tested (analytic costs, whose layers are known to be repeatable)."""
     segments: Segments | None = None
-    """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
+    """Which parts of F and I exchange tokens between expert ranks; None: all ops only compute."""
     shard_times: tuple[ShardTimes, ...] = ()
-    """Measured: what a shard of a layer that is cut takes; a layer that is not here divides evenly."""
+    """Measured times of the shards of layers that are cut; the time of a layer that is not listed divides evenly."""
     routing: Routing | None = None
-    """Measured: how many tokens the experts received; None where no layer routes, and where nobody counted."""
+    """Measured: how many tokens the experts received; None: no layer routes tokens, or they were not counted."""
     graph: LayerGraph | None = None
     """Which layers' outputs every layer takes; None: that of the layer before it."""
 
@@ -142,7 +142,7 @@ class CostTable:
             raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
-        # Only a layer whose forward runs again inside I, which takes workspace, has more for W than it kept.
+        # Only a layer whose forward runs again inside I, which needs workspace, holds more for W than it kept from F.
         larger = np.flatnonzero((self.stash_bytes > self.activation_bytes) & (self.workspace_bytes == 0))
         if larger.size:
             i = int(larger[0])
@@ -190,7 +190,7 @@ class CostTable:
         p2p_ms: float = 0.0,
         model: str = "uniform",
     ) -> CostTable:
-        """Equal layers: the setting in which the published closed forms hold."""
+        """Return the costs of equal layers, for which the published closed-form formulas hold."""
 
         def fill(value: float) -> Array:
             return np.full(num_layers, float(value))
@@ -226,7 +226,7 @@ class CostTable:
         return _of_rank(self.rank_slowdown, rank, "rank speeds") if self.rank_slowdown else 1.0
 
     def capacity_bytes(self, rank: int) -> float:
-        """Memory of a rank; infinite where no limit was given."""
+        """Return the memory of a rank; infinite if no limit was given."""
         if not self.rank_memory_bytes:
             return float("inf")
         if len(self.rank_memory_bytes) == 1:
@@ -234,7 +234,8 @@ class CostTable:
         return _of_rank(self.rank_memory_bytes, rank, "memory sizes")
 
     def free_bytes(self, num_ranks: int) -> float:
-        """The most that all ranks have left beside every layer's static bytes, each layer held once."""
+        """Return the most memory that all ranks together can have left after the static bytes of every layer, if each
+        layer is held once."""
         saved = num_ranks * self.tied_bytes
         return sum(self.capacity_bytes(r) for r in range(num_ranks)) - float(self.static_bytes.sum()) + saved
 
@@ -268,7 +269,7 @@ class CostTable:
         return float(times.sum())
 
     def only(self, layers: Sequence[int]) -> CostTable:
-        """The costs of a chain of these layers alone."""
+        """Return the costs of a chain of only these layers."""
         at = np.asarray(layers, dtype=np.int64)
         factor = self.micro_batch_factor
         return self.replace(
@@ -284,8 +285,10 @@ class CostTable:
         )
 
     def as_chain(self) -> CostTable:
-        """The layers one after another, for searches over chains: a layer that ends a path hands on as much as the
-        next layer takes."""
+        """Return the costs with the layers as a chain, for searches over chains.
+
+        A layer that does not feed the next one passes on as many bytes as the next one takes.
+        """
         if self.graph is None:
             return self
         boundary = self.boundary_bytes.copy()
@@ -295,7 +298,7 @@ class CostTable:
         return self.replace(boundary_bytes=boundary, segments=None, graph=None)
 
     def not_repeatable(self) -> tuple[int, ...]:
-        """Layers that must not be recomputed: a second forward of theirs did something else."""
+        """Return the layers that must not be recomputed, because their second forward gave another result."""
         return tuple(k for k, known in enumerate(self.repeatable) if not known)
 
     def replace(self, **changes: object) -> CostTable:
@@ -310,8 +313,10 @@ class CostTable:
         return self.replace(rank_memory_bytes=tuple(float(v) * float(1 << 30) for v in values))
 
     def with_imbalance(self, imbalance: tuple[float, ...]) -> CostTable:
-        """Measured costs as they would be if tokens were routed as unevenly as this (as in `Setup`; empty: evenly).
-        They stay as they are where they say nothing about another routing (`routing.cannot_change`)."""
+        """Return measured costs converted to this imbalance of routing (as in `Setup`; empty: even routing).
+
+        Costs that cannot be converted are returned unchanged (`routing.cannot_change`).
+        """
         if self.routing is None or self.segments is None or cannot_change(self.routing, self.segments):
             return self
         times = {name: getattr(self, name) for name in ("forward_ms", "input_ms", "weight_ms")}
@@ -319,7 +324,7 @@ class CostTable:
         return self.replace(segments=segments, **times)
 
     def throughput(self, num_ranks: int, num_micro_batches: int, step_ms: float) -> dict[str, float | None]:
-        """Tokens per GPU and second, model TFLOP/s per GPU and the share of the GPU's peak, where they are known."""
+        """Return tokens per second per GPU, model TFLOP/s per GPU and MFU; None for those that are not known."""
         out: dict[str, float | None] = {
             "tokens_per_gpu_per_second": None,
             "model_tflops_per_gpu": None,
@@ -343,8 +348,11 @@ class CostTable:
         return self.network.link(one, other) if self.copy_sum is None else self.copy_sum
 
     def digest(self) -> str:
-        """Short hash of everything that changes a prediction; plans carry it as provenance. The link to the host's
-        memory is left out: it changes nothing for plans that do not offload, and those kept their digests."""
+        """Return a short hash of everything that affects a prediction; plans store it as provenance.
+
+        The link to the host's memory is left out: plans that do not offload are not affected by it, and their digests
+        stayed the same when it was introduced.
+        """
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
@@ -356,7 +364,7 @@ class CostTable:
 
 
 def _of_rank(values: tuple[float, ...], rank: int, what: str) -> float:
-    """A rank's own value; costs of two ranks say nothing about a third one."""
+    """Return a rank's own value. Raise an error if there is none: the values of other ranks do not apply to it."""
     if rank >= len(values):
         raise OctoPipeError(f"{len(values)} {what} for {rank + 1} ranks or more; give one per rank")
     return values[rank]

@@ -24,12 +24,12 @@ from octopipe.costs.table import CostTable
 
 
 def record_of(costs: CostTable) -> dict[str, Any]:
-    """The table as numbers, strings, lists and objects; fields at their default are left out."""
+    """Return the table as JSON values, without the fields that have their default value."""
     return _plain(costs)
 
 
 def costs_from_record(record: Mapping[str, Any], where: str = "costs") -> CostTable:
-    """The table that `record_of` wrote."""
+    """Return the table that `record_of` wrote; `where` opens every error message."""
     try:
         return _read(CostTable, record)
     except OctoPipeError as error:
@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
         alike = value.ndim == 2 and value.shape[1] > 0 and bool((value == value[:, :1]).all())
         return (value[:, 0] if alike else value).tolist()
     if isinstance(value, Mapping):
-        # Keys may be pairs of ranks, which JSON has no keys for.
+        # Keys may be pairs of ranks, which a JSON object cannot have as keys.
         return [[_plain(k), _plain(v)] for k, v in value.items()]
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]

@@ -4,7 +4,7 @@ Knows: the dimensions of a layer, its parameters and its one-character symbol. D
 (`mixers.py`), time, memory, devices or torch.
 
 Counts follow the published checkpoints: each layer owns its pre-norm, the head owns the final norm. Layers
-whose weights are another layer's (a tied head, the embedding a prediction module looks up) report those as
+that use weights of another layer (a tied head, the embedding that a prediction module looks up) report them as
 `tied_parameters` and not as `parameters`.
 
 >>> Mlp(hidden=64, ffn=128, activation="relu2").parameters
@@ -27,14 +27,14 @@ L = TypeVar("L", bound="Layer")
 
 
 def shrink_width(size: int, factor: float, multiple: int = 16) -> int:
-    """`size * factor` rounded to a multiple, at least one multiple and never above the original."""
+    """Return `size * factor` rounded to a multiple of `multiple`, at least one multiple but never more than `size`."""
     if factor == 1.0:
         return size
     return min(size, max(multiple, round(size * factor / multiple) * multiple))
 
 
 def shrink_heads(heads: int, groups: int, factor: float) -> tuple[int, int]:
-    """Shrinks a head count and the count that divides it, keeping their ratio where it fits."""
+    """Shrink a head count and the group count that divides it, keeping their ratio if possible."""
     new_groups = max(1, round(groups * factor))
     return new_groups * max(1, min(heads // groups, round(heads * factor / new_groups))), new_groups
 
@@ -48,7 +48,7 @@ class Layer:
 
     kind: ClassVar[str] = "layer"
     letter: ClassVar[str] = ""
-    """The symbol, where it is the same for all layers of this kind."""
+    """The symbol, if it is the same for all layers of this kind."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -64,22 +64,22 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Parameters of its own, norms included."""
+        """The layer's own parameters, norms included."""
         raise NotImplementedError
 
     @property
     def tied_parameters(self) -> int:
-        """Parameters of another layer it uses too: a copy lives wherever this layer lives."""
+        """Parameters of another layer that this layer uses as well; every rank with this layer holds a copy of them."""
         return 0
 
     @property
     def parts(self) -> tuple[Layer, ...]:
-        """The pieces a compound layer runs one after another; a simple layer is its own only part."""
+        """The layers that a compound layer runs one after another; a simple layer is its own only part."""
         return (self,)
 
     @property
     def sources(self) -> tuple[Any, ...]:
-        """Per part: what it works on, where that is not the decoder's tokens (`towers.Source`)."""
+        """Per part: the items of an encoder that it processes (`towers.Source`); None: the decoder's tokens."""
         return (None,) * len(self.parts)
 
     def scaled(self: L, factor: float) -> L:
@@ -97,12 +97,12 @@ def _optional(default: int = 0) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding(Layer):
-    """Token lookup, with learned positions where the model has them."""
+    """Token lookup, with learned positions if the model has them."""
 
     vocab: int
     positions: int = _optional()
     multiplier: float = 1.0
-    """The embedding is multiplied by this (Gemma: the square root of the width)."""
+    """The factor that embeddings are multiplied by (Gemma: the square root of the width)."""
 
     kind: ClassVar[str] = "embedding"
     letter: ClassVar[str] = "E"
@@ -158,7 +158,7 @@ class Moe(Layer):
     bias: bool = False
     """Biases on router and experts (GPT-OSS)."""
     latent: int = _optional()
-    """Routed experts work in this narrower width, between two projections; 0: they see the whole width."""
+    """The narrower width in which routed experts work, between two projections; 0: they work in the full width."""
 
     kind: ClassVar[str] = "moe"
     letter: ClassVar[str] = "#"
@@ -178,7 +178,7 @@ class Moe(Layer):
 
     @property
     def expert_parameters(self) -> int:
-        """The routed experts alone: what expert parallelism divides."""
+        """Parameters of the routed experts, which expert parallelism divides."""
         w, f = self.expert_width, self.ffn
         bias = ((self.matrices - 1) * f + w) * self.bias
         return self.experts * (self.matrices * w * f + bias)
@@ -222,7 +222,7 @@ class Block(Layer):
     """A mixer and a feed-forward layer that are partitioned as one: the usual transformer block."""
 
     hidden: int = 0
-    """Taken from the mixer where it is left out."""
+    """Taken from the mixer if it is left out."""
     mixer: Layer
     ffn: Mlp | Moe
 
@@ -258,15 +258,16 @@ class Block(Layer):
 class Mtp(Layer):
     """Multi-token prediction: joins the trunk's output with the next token's embedding and runs one block.
 
-    It stands between trunk and head and hands both hidden states on; embedding and head weights are shared.
+    It is between trunk and head and passes both hidden states on; embedding and head weights are shared.
     """
 
     hidden: int = 0
     vocab: int
     block: Block
     own_path: bool = False
-    """It is on a path of its own that ends with a head: it hands on its own hidden state alone, and takes the next
-    token's embedding from the embedding instead of holding the table (`ModelSpec.with_prediction_paths`)."""
+    """Whether it is on a path of its own that ends with a head. It then passes on only its own hidden state, and takes
+    the next token's embedding from the embedding layer instead of holding a copy of the table
+    (`ModelSpec.with_prediction_paths`)."""
 
     kind: ClassVar[str] = "mtp"
     letter: ClassVar[str] = "P"
@@ -297,10 +298,10 @@ class Head(Layer):
 
     vocab: int
     tied: bool = False
-    """The projection is the embedding's matrix."""
+    """Whether the projection uses the embedding's matrix."""
     norm: Norm = "rms"
     predictions: int = 1
-    """Hidden states it scores: 2 behind one multi-token prediction module."""
+    """The number of hidden states that it scores per token: 2 after one multi-token prediction module."""
 
     kind: ClassVar[str] = "head"
     letter: ClassVar[str] = "L"

@@ -3,8 +3,8 @@
 Knows: the file format; padding and packing in the file's order; which of several pipelines gets which micro-batches.
 Does not know: what a micro-batch costs (`analytic.py`), or DynaPipe's way of grouping (`batching.py`).
 
-A file holds the lengths of one step's sequences, in tokens: one whole number per line (empty lines and what follows a
-`#` do not count), or a JSON list of them.
+A file contains the lengths of one step's sequences, in tokens: one whole number per line (empty lines and everything
+after a `#` are ignored), or a JSON list of them.
 
 >>> padded_groups([5, 3, 8, 2], 2), packed_groups([5, 3, 8, 2], 8)
 (((5, 3), (8, 2)), ((5, 3), (8,), (2,)))
@@ -21,7 +21,7 @@ from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
 from octopipe.base.files import brief, decode_json, kind_of, read_bytes, shown
 
 MAX_LENGTH = 1 << 24
-"""Tokens of one sequence."""
+"""The most tokens of one sequence."""
 Groups = tuple[tuple[int, ...], ...]
 """Per micro-batch, the lengths of its sequences."""
 
@@ -32,8 +32,8 @@ class Batch:
 
     groups: Groups
     packed: bool = False
-    """Sequences stand one after the other, each attending to itself alone; otherwise each is padded to the longest of
-    its micro-batch."""
+    """Whether sequences are packed one after the other, each attending only to itself; otherwise each is padded to the
+    longest of its micro-batch."""
 
     def __post_init__(self) -> None:
         for m, group in enumerate(self.groups):
@@ -50,12 +50,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Without padding."""
+        """Tokens of all sequences, without padding."""
         return sum(map(sum, self.groups))
 
     @property
     def computed_tokens(self) -> int:
-        """With padding."""
+        """Tokens of all micro-batches, with padding."""
         return sum(map(self.tokens_of, self.groups))
 
     def tokens_of(self, group: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ class Batch:
 
 
 def read_lengths(path: str | Path) -> tuple[int, ...]:
-    """The lengths in a file."""
+    """Read the lengths of one step's sequences from a file."""
     data, where = read_bytes(path), shown(path)
     values: Sequence[Any]
     if data.lstrip()[:1] in (b"[", b"{"):
@@ -104,12 +104,12 @@ def _whole(value: object, where: str) -> None:
 
 
 def padded_groups(lengths: Sequence[int], size: int) -> Groups:
-    """`size` sequences after each other make a micro-batch."""
+    """Return micro-batches of `size` consecutive sequences."""
     return tuple(tuple(lengths[i : i + size]) for i in range(0, len(lengths), size))
 
 
 def packed_groups(lengths: Sequence[int], capacity: int) -> Groups:
-    """Sequences after each other as long as they fit into `capacity` tokens."""
+    """Return micro-batches of consecutive sequences, each with as many as fit into `capacity` tokens."""
     groups: list[list[int]] = []
     room = 0
     for i, length in enumerate(lengths):
@@ -124,7 +124,10 @@ def packed_groups(lengths: Sequence[int], capacity: int) -> Groups:
 
 
 def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
-    """Micro-batches for every pipeline: the longest first, each to the one with least to do; the order is kept."""
+    """Distribute micro-batches over pipelines, those with the most work first, each to the pipeline with the least.
+
+    The micro-batches of a pipeline keep their order. The pipeline with the most work comes first in the result.
+    """
     if len(groups) < pipelines:
         raise OctoPipeError(
             f"{len(groups)} micro-batches for {pipelines} pipelines; give more sequences, smaller micro-batches or a "
@@ -140,7 +143,10 @@ def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], floa
 
 
 def dealt_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
-    """As many micro-batches for every pipeline, so that one plan serves all: by size, to and fro."""
+    """Give every pipeline the same number of micro-batches, so that one plan fits all of them.
+
+    Micro-batches are sorted by work and distributed over the pipelines in alternating direction.
+    """
     if len(groups) % pipelines:
         raise OctoPipeError(
             f"{len(groups)} micro-batches do not make {pipelines} equal pipelines; change --micro-batch-size or --dp"
@@ -153,8 +159,10 @@ def dealt_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]
 
 
 def sequence_numbers(lengths: Sequence[int], batches: Sequence[Groups]) -> list[list[list[int]]]:
-    """Which of a step's sequences stands where: [pipeline][micro-batch][place]. Of equal lengths the first comes first,
-    so that sequence i has length i of the file however the step is cut.
+    """Return the number of the sequence at every position: [pipeline][micro-batch][position].
+
+    Sequences of equal length are used in the file's order. Sequence i has length i of the file however the step is
+    divided.
 
     >>> sequence_numbers([5, 3, 5], [((3, 5), (5,))])
     [[[1, 0], [2]]]

@@ -37,7 +37,7 @@ class GroupedHeads(Layer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(GroupedHeads):
-    """Softmax attention with grouped keys, over everything or the last `window` tokens."""
+    """Softmax attention with grouped keys, over all tokens or the last `window` tokens."""
 
     window: int | None = None
     rope_theta: float | None = None
@@ -108,7 +108,7 @@ class LatentAttention(Layer):
 
     @property
     def down_parameters(self) -> int:
-        """The down projections and their norms: every tensor-parallel rank has them whole."""
+        """Parameters of the down projections and their norms, which every tensor-parallel rank holds unsharded."""
         h, kv = self.hidden, self.kv_rank + self.rope_dim
         count = h * kv + self.kv_rank + kv * self.bias
         if self.q_rank is not None:

@@ -1,7 +1,7 @@
 """ModelSpec: a model as a list of layers, from embedding to head and loss.
 
-Knows: which layers there are, in what order, how many parameters that makes, and how to shrink it all for a
-small real run. Does not know: the layer kinds' insides (`layers.py`, `mixers.py`; both are re-exported here),
+Knows: the layers of a model and their order, the number of parameters, and how to shrink a model for a small
+real run. Does not know: the details of layer kinds (`layers.py`, `mixers.py`; both are re-exported here),
 time, memory, devices or torch.
 
 >>> block = Block(mixer=Attention(hidden=64, heads=4, kv_heads=2, head_dim=16), ffn=Mlp(hidden=64, ffn=128))
@@ -60,9 +60,9 @@ class ModelSpec:
     name: str
     layers: tuple[Layer, ...]
     hidden: int = 0
-    """Width of the residual stream; taken from the embedding where it is left out."""
+    """Width of the residual stream; taken from the embedding if it is left out."""
     vocab: int = 0
-    """Likewise."""
+    """Size of the vocabulary; taken from the embedding if it is left out."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Embedding and head included."""
+        """The number of layers, embedding and head included."""
         return len(self.layers)
 
     @property
@@ -96,12 +96,12 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """The published size: tied weights once, multi-token prediction modules left out."""
+        """The parameters as published: tied weights count once, multi-token prediction modules do not count."""
         return sum(layer.parameters for layer in self.layers if not isinstance(layer, Mtp))
 
     @property
     def training_parameters(self) -> int:
-        """Everything that is trained: multi-token prediction modules too."""
+        """All parameters that are trained, including those of multi-token prediction modules."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -112,12 +112,12 @@ class ModelSpec:
 
     @property
     def towers(self) -> tuple[tuple[int, int], ...]:
-        """(first, last) of the encoder's layers, which stand at the beginning."""
+        """The range (first, last) of the encoder's layers, which are the first ones; empty for a plain decoder."""
         count = sum(isinstance(layer, TowerLayer) for layer in self.layers)
         return ((0, count - 1),) if count else ()
 
     def reading(self, source: Source) -> ModelSpec:
-        """The same model on other items, or on another number of them."""
+        """Return the same model with an encoder that reads other items, or another number of them."""
         knows = (TowerLayer, Join, CrossBlock)
         known: dict[Layer, Layer] = {}
         for layer in self.layers:
@@ -126,20 +126,23 @@ class ModelSpec:
         return replace(self, layers=tuple(known[layer] for layer in self.layers))
 
     def split(self) -> ModelSpec:
-        """The same model with mixer and feed-forward of every block as layers of their own."""
+        """Return the same model with the mixer and the feed-forward of every block as separate layers."""
         parts = [part for layer in self.layers for part in (layer.parts if isinstance(layer, Block) else (layer,))]
         return replace(self, layers=tuple(parts))
 
     def without_mtp(self) -> ModelSpec:
-        """The main model alone."""
+        """Return the model without its multi-token prediction modules."""
         kept: list[Layer] = [layer for layer in self.layers if not isinstance(layer, Mtp)]
         assert isinstance(kept[-1], Head)
         kept[-1] = replace(kept[-1], predictions=1)
         return replace(self, layers=tuple(kept))
 
     def with_prediction_paths(self) -> ModelSpec:
-        """Multi-token prediction as `octopipe train --mtp` runs it: behind the last block, the path of a micro-batch
-        forks into the head and into the prediction modules, each of which ends with a head of the same weight."""
+        """Return the model with multi-token prediction as `octopipe train --mtp` runs it.
+
+        Behind the last block, the path of a micro-batch forks into the head and into the prediction modules, each of
+        which ends with a head that has the same weight.
+        """
         modules = [layer for layer in self.layers if isinstance(layer, Mtp)]
         if not modules:
             raise OctoPipeError(f"{self.name} has no multi-token prediction; leave --mtp out")
@@ -153,7 +156,7 @@ class ModelSpec:
 
     @property
     def takes(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+        """Per layer: the layers whose outputs it takes; empty if every layer takes that of the layer before it."""
         apart = [k for k, layer in enumerate(self.layers) if isinstance(layer, Mtp) and layer.own_path]
         if not apart:
             return ()

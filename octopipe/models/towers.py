@@ -29,17 +29,18 @@ _SYMBOLS = {"image": "V", "audio": "A", "text": "S"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What an encoder reads: items of so many positions each."""
+    """What an encoder reads: items, each with a number of positions."""
 
     kind: SourceKind
     positions: int
-    """Of one item in the encoder: patches of an image, frames of a recording, tokens of a source text."""
+    """Positions of one item in the encoder: patches of an image, frames of a recording, tokens of a source text."""
     tokens: int = 0
-    """Places that an item takes in the decoder's sequence; 0: none, decoder blocks attend to the encoder's output."""
+    """Positions that an item occupies in the decoder's sequence; 0: none, decoder blocks attend to the encoder's output
+    instead."""
     free: bool = False
     """Whether items may have any number of positions; otherwise the model fixes it."""
     items: float = 1.0
-    """Per sequence, on average."""
+    """Items per sequence, on average."""
 
     @property
     def is_attended(self) -> bool:
@@ -47,17 +48,18 @@ class Source:
         return self.tokens == 0
 
     def per(self, *, sequence: float) -> Source:
-        """The same with another number of items per sequence."""
+        """Return the same source with another number of items per sequence."""
         return replace(self, items=sequence)
 
     def of_size(self, positions: int) -> Source:
-        """The same with items of another size; they take places in the decoder's sequence in proportion."""
+        """Return the same source with items of another size; the positions that they occupy in the decoder's sequence
+        change in proportion."""
         return replace(
             self, positions=positions, tokens=max(1, self.tokens * positions // self.positions) * (self.tokens > 0)
         )
 
     def words(self) -> str:
-        """What one item is called."""
+        """Return the word for one item."""
         return {"image": "image", "audio": "recording", "text": "source text"}[self.kind]
 
 
@@ -99,10 +101,10 @@ class Projector(Layer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerLayer(Layer):
-    """A layer of an encoder: any other layer, on the positions of the encoder's items."""
+    """A layer of an encoder: any other layer (`inner`) that processes the positions of the encoder's items."""
 
     hidden: int = 0
-    """Taken from the inner layer where it is left out."""
+    """Taken from the inner layer if it is left out."""
     inner: Layer
     source: Source
 
@@ -114,7 +116,8 @@ class TowerLayer(Layer):
 
     @property
     def symbol(self) -> str:
-        """V, A or S by what is read; small for the embedding of patches, frames or tokens; w for windowed attention."""
+        """V, A or S for images, audio or source text; lower case for the embedding of patches, frames or tokens; w for
+        windowed attention."""
         if len(self.parts) == 1:
             return _SYMBOLS[self.source.kind].lower()
         return "w" if getattr(self.parts[0], "window", None) else _SYMBOLS[self.source.kind]
@@ -144,15 +147,18 @@ class TowerLayer(Layer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join(Layer):
-    """Where the decoder begins, or takes in features once more: its embedding of tokens, and the encoder's output as
-    the decoder takes it."""
+    """The layer at which the encoder's output joins the decoder: it embeds the decoder's tokens and projects the
+    encoder's output to the decoder's width.
+
+    Some decoders add features of the encoder again in later layers, without another embedding.
+    """
 
     embedding: Embedding | None = None
-    """None: the decoder has begun already, and only features are added to its stream."""
+    """None: the decoder began in an earlier layer, and only features are added to its stream."""
     projectors: tuple[Projector, ...] = ()
     source: Source
     tied: bool = False
-    """The embedding's table is the encoder's (T5, BART)."""
+    """Whether the embedding uses the encoder's table (T5, BART)."""
 
     kind: ClassVar[str] = "join"
 
@@ -209,7 +215,7 @@ class CrossBlock(Layer):
     """A decoder block that attends to its own tokens, then to an encoder's output, then feeds forward."""
 
     hidden: int = 0
-    """Taken from the mixer where it is left out."""
+    """Taken from the mixer if it is left out."""
     mixer: Attention
     cross: CrossAttention
     ffn: Mlp
@@ -247,12 +253,14 @@ def _not_scaled() -> OctoPipeError:
 
 
 TowerPart = TowerLayer | Join | CrossBlock
-"""The layers that know what an encoder reads."""
+"""The layers that depend on what an encoder reads."""
 
 
 def passed_on(layer: Layer, *, seq: float, sequences: float) -> float:
-    """Values that a layer of such a model hands to the next one, for so many sequences: its stream, and in an
-    encoder-decoder's decoder the encoder's output, which every later block reads."""
+    """Return the number of values that a layer passes to the next one, for this number of sequences.
+
+    These are its stream and, in the decoder of an encoder-decoder, the encoder's output, which every later block reads.
+    """
     if isinstance(layer, TowerLayer):
         return sequences * layer.source.items * layer.source.positions * layer.hidden
     values = sequences * seq * layer.hidden

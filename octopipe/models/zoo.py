@@ -101,7 +101,7 @@ def llama(
     theta: float = 5e5,
     vocab: int = 128256,
 ) -> ModelSpec:
-    """A LLaMA 3, or with the right vocabulary a LLaMA 2, of these dimensions."""
+    """LLaMA 3 with these dimensions, or LLaMA 2 if `vocab` and `theta` are given accordingly."""
     block = Block(
         mixer=Attention(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128, rope_theta=theta),
         ffn=Mlp(hidden=hidden, ffn=ffn),
@@ -118,7 +118,7 @@ def nemotron_4(name: str, *, blocks: int, hidden: int, ffn: int, heads: int) -> 
 
 
 def qwen3_moe(name: str, *, blocks: int, hidden: int, heads: int, expert_ffn: int) -> ModelSpec:
-    """Qwen3 with experts in every block: grouped attention with normed queries and keys, 8 of 128 experts."""
+    """Qwen3 with experts in every block: grouped attention with norms on queries and keys, 8 of 128 experts."""
     attention = Attention(hidden=hidden, heads=heads, kv_heads=4, head_dim=128, rope_theta=1e6, qk_norm=True)
     block = Block(mixer=attention, ffn=Moe(hidden=hidden, experts=128, top_k=8, ffn=expert_ffn))
     return _model(name, *[block] * blocks, vocab=151936, norm_eps=1e-6)
@@ -162,7 +162,7 @@ def jamba(name: str, *, units: int, hidden: int, ffn: int, heads: int, experts: 
 def deepseek(
     name: str, *, dense: int, sparse: int, heads: int, experts: int, vocab: int, mtp: bool, theta: float
 ) -> ModelSpec:
-    """DeepSeek-V3 and its kin: latent attention, a few dense blocks, then experts, then token prediction."""
+    """DeepSeek-V3 and similar models: latent attention, a few dense blocks, then experts, then token prediction."""
     hidden = 7168
     mixer = LatentAttention(
         hidden=hidden,
@@ -378,14 +378,14 @@ def names() -> list[str]:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """` (did you mean a or b?)`, or nothing where nothing is close."""
+    """Return ` (did you mean a or b?)`, or an empty string if no known name is similar."""
     lowered = name.strip().lower().replace("_", "-")
     close = difflib.get_close_matches(lowered, known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def preset(name: str) -> ModelSpec:
-    """The preset of this name; an unknown name raises an error with the nearest ones."""
+    """Return the preset with this name; an unknown name raises an error with the nearest ones."""
     try:
         entry = PRESETS[name]
     except (KeyError, TypeError):

@@ -1,12 +1,12 @@
-"""A plan for a chain of layers as a plan for layers that fork and join.
+"""Converts a plan for a chain of layers to a plan for layers that fork and join.
 
-Knows: how the stages of a chain are divided where layers are connected otherwise, the edges between them, and where
-the ops of the parts stand. Does not know: times or how plans are searched.
+Knows: where the stages of a chain must be divided because layers are connected differently, the edges between the
+parts, and the positions of the parts' ops. Does not know: times or how plans are searched.
 
 The layers of a graph are numbered so that a forward could run them one after the other. Every plan for that chain is
 therefore also a plan for the graph: a stage that contains a fork, a join or an end becomes several stages on the same
-rank, and each of its ops becomes the ops of the parts, in the order of the layers (backward: in reverse). What the
-graph requires of the order of ops is a part of what the chain requires.
+rank, and each of its ops becomes the ops of the parts, in the order of the layers (backward: in reverse). An order of
+ops that satisfies the dependencies of the chain also satisfies those of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octopipe.plans.plan import Plan
 
 
 def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
-    """The plan with the connections of the graph; plans that fork already stay as they are."""
+    """Return the plan with the connections of the graph; a plan that already forks is returned unchanged."""
     if graph is None or plan.forks:
         return plan
     if plan.num_layers != graph.num_layers:
@@ -65,10 +65,10 @@ def _part(stage: Stage, first: int, stop: int) -> Stage:
 
 
 def _ops(op: Op, parts: list[int], stages: list[Stage], again: set[tuple[int, int]]) -> list[Op]:
-    """An op of a stage as ops of its parts; only parts that recompute something have an R.
+    """Return the ops of a stage's parts that replace an op of the stage; only parts that recompute something have an R.
 
-    A stage may recompute some micro-batches and run the backward of others directly behind their forward. The forwards
-    of its parts stand between the two, so that the parts recompute these micro-batches as well.
+    A stage may recompute some micro-batches and run the backward of others directly after their forward. Once it is
+    divided, forwards of other parts lie between the two, so that the parts recompute these micro-batches as well.
     """
     redone = [s for s in parts if stages[s].recomputed_layers]
     mine = redone if op.kind == "R" else parts
@@ -79,8 +79,11 @@ def _ops(op: Op, parts: list[int], stages: list[Stage], again: set[tuple[int, in
 
 
 def _beside(first: list[Op], second: list[Op], stages: list[Stage], pairs: set[tuple[Op, Op]]) -> list[Op]:
-    """The ops of a pair whose stages were divided: the largest part of one beside the largest of the other, and what
-    goes before or comes after each of them alone. The pair is added to `pairs`."""
+    """Return the ops of a pair whose stages were divided, and add the new pair to `pairs`.
+
+    The largest part of one op is paired with the largest part of the other. The parts before and after each of them run
+    alone, before and after the pair.
+    """
     at = [
         max(range(len(ops)), key=lambda k: (ops[k].kind != "R", stages[ops[k].stage].num_layers))
         for ops in (first, second)
@@ -91,6 +94,6 @@ def _beside(first: list[Op], second: list[Op], stages: list[Stage], pairs: set[t
 
 
 def _edges(route: tuple[int, ...], stages: list[Stage], graph: LayerGraph) -> tuple[Edge, ...]:
-    """Inputs of a stage in the order in which its first layer takes them."""
+    """Return the edges of a route, with the inputs of every stage in the order in which its first layer takes them."""
     ending = {stages[s].stop - 1: s for s in route}
     return tuple((ending[k], s) for s in route for k in graph.takes[stages[s].first])

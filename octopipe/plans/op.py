@@ -50,12 +50,12 @@ class Stage:
 
     first: int
     stop: int
-    """Half-open: layers first .. stop-1. A stage without layers behind a head is the loss of its shards."""
+    """Exclusive: layers first .. stop-1. A stage without layers, after a split head, is the loss of the shards."""
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""
     offload: bool = False
-    """Whether its activations go to host memory between F and the backward, where the link has time for it."""
+    """Whether its activations go to host memory between F and the backward, if the link has time for it."""
     shard: tuple[int, int] | None = None
     """(k, n): the k-th of n equal parts of its layers, each a separate stage (a head split by vocabulary)."""
 
@@ -138,7 +138,7 @@ def with_rank_order(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def joined(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The predecessors of pairs as one node each (see `with_rank_order`); the table itself where there are no pairs."""
+    """Return the predecessors with every pair as one node (see `with_rank_order`); without pairs, `preds` itself."""
     if t.lead is None:
         return preds
     second = np.flatnonzero(t.lead != np.arange(t.lead.size))

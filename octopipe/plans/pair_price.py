@@ -113,14 +113,15 @@ class PairPrices:
 
 
 def stage_sequence(segments: Segments, costs: CostTable, stage: Stage, kind: str, micro_batch: int = 0) -> Sequence:
-    """The merged segments of one F, R or I of a stage on its rank, for a micro-batch of this number."""
+    """Return the merged segments of one F, R or I of a stage on its rank, for the micro-batch with this number."""
     return sequence(stage_parts(segments, costs, stage, kind, micro_batch))
 
 
 def stage_parts(
     segments: Segments, costs: CostTable, stage: Stage, kind: str, micro_batch: int = 0
 ) -> list[tuple[str, float]]:
-    """The same before merging: every layer's segments, including those that may overlap an exchange when alone."""
+    """Return the segments of `stage_sequence` before they are merged: those of every layer in turn, with `beside` for
+    compute that may overlap an exchange in an op that runs alone."""
     layers = stage.recomputed_layers if kind == "R" else range(stage.first, stage.stop)
     times = costs.layer_times(kind) * costs.factor(micro_batch) * costs.slowdown(stage.rank)
     if stage.shard is not None:

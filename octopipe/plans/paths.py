@@ -36,11 +36,11 @@ def edges_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], n
 def neighbours(
     routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Edge]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
+    """Return before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
     before, after = _neighbours(
         tuple(map(tuple, routes)), tuple(tuple((a, b) for a, b in row) for row in edges), num_stages
     )
-    return before.copy(), after.copy()  # one plan's may be changed, also by a kernel, which asks for no permission
+    return before.copy(), after.copy()  # callers may modify theirs, also in a kernel, which ignores write protection
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,7 +68,7 @@ def _neighbours(
 
 
 def levels(route: Sequence[int], path_edges: Sequence[Edge]) -> list[list[int]]:
-    """The stages of a path by the longest way to them from its beginning.
+    """Return the stages of a path, grouped by the length of the longest path to them from its beginning.
 
     >>> levels((0, 1, 2, 3), ((0, 1), (0, 2), (1, 3), (2, 3)))
     [[0], [1, 2], [3]]
@@ -106,7 +106,7 @@ def only_chains(
 
 
 def too_many_edges(edges: Sequence[Sequence[Edge]]) -> list[str]:
-    """The error if there are too many edges, if any; checked before tables are allocated."""
+    """Return an error line if there are too many edges; this is checked before tables are allocated."""
     total = sum(map(len, edges))
     if total > MAX_EDGES:
         return [f"{total} edges of paths; at most {MAX_EDGES} are allowed"]
@@ -160,7 +160,7 @@ def _problems(
 
 
 def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Edge | None]]) -> Iterator[str]:
-    """Every layer of a path must be in one stage, or once in each of its shards."""
+    """Yield a problem if a layer of a path is in more than one stage, or not exactly once in each of its shards."""
     whole: dict[int, int] = {}
     parts: dict[tuple[int, int], list[Edge]] = {}
     for s in route:

@@ -170,7 +170,7 @@ class Plan:
     @property
     def cut_heads(self) -> frozenset[int]:
         """Layers whose shards are parts of a vocabulary: the last layer, and those whose shards meet in a stage without
-        layers, which has the loss."""
+        layers, which computes the loss."""
         last = self.num_layers
         return frozenset(s.stop - 1 for s in self.stages if s.first == s.stop or (s.shard and s.stop == last))
 
@@ -185,7 +185,7 @@ class Plan:
         return any(s.offload for s in self.stages)
 
     def slots(self, rank: int) -> tuple[tuple[Op, ...], ...]:
-        """The rank's sequence: single ops, and pairs as two ops."""
+        """Return the rank's order as tuples: of a single op each, or of the two ops of a pair."""
         out: list[tuple[Op, ...]] = []
         for op in self.orders[rank]:
             if self.pairs and out and len(out[-1]) == 1 and (out[-1][0], op) in self.pairs:
@@ -229,15 +229,15 @@ class Plan:
         write_whole(path, plan_to_json(self))
 
     def with_op_at(self, rank: int, here: int, there: int) -> Plan:
-        """The plan with one op of a rank's order taken out and put in again so that it stands at place `there`."""
+        """Return the plan with the op at position `here` of a rank's order moved to position `there`."""
         order = list(self.orders[rank])
         order.insert(there, order.pop(here))
         moved = replace(self, orders=(*self.orders[:rank], tuple(order), *self.orders[rank + 1 :]))
-        if self._table is not None and not self.pairs:  # a walk through orders would otherwise encode each from scratch
+        if self._table is not None and not self.pairs:  # a search over orders need not encode each one from scratch
             object.__setattr__(moved, "_table", _with_row_moved(self._table, rank, here, there))
         return moved
 
-    # -- being right -----------------------------------------------------------------------------------
+    # -- validity --------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
         """All problems of the plan, one line each with op, rank and remedy; empty if the plan can run."""
@@ -266,7 +266,7 @@ def _encode(plan: Plan) -> OpTable:
 
 
 def _with_row_moved(t: OpTable, rank: int, here: int, there: int) -> OpTable:
-    """The table with one op at another place of its rank's order."""
+    """Return the table with one op moved to another position of its rank's order."""
     start = int(t.offsets[rank])
     first, last = start + min(here, there), start + max(here, there)
     among = np.roll(np.arange(first, last + 1), -1 if here < there else 1)
@@ -290,7 +290,10 @@ def _leads(plan: Plan, index: NDArray[np.int32]) -> NDArray[np.int32] | None:
 
 
 def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[route, stage] and after[route, stage] of chains, or -1."""
+    """Return before[route, stage] and after[route, stage]: the neighbouring stages, or -1.
+
+    Raise an error if paths fork or join.
+    """
     if plan.edges:
         raise OctoPipeError("this plan's paths fork or join; the requested operation supports chains of stages only")
     before, after = neighbours(plan.routes, plan.edges, len(plan.stages))

@@ -29,7 +29,7 @@ class StageMemory(NamedTuple):
     """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
 
     kept: Array
-    """Held from F on if the stage recomputes."""
+    """Held from F on if the stage recomputes or offloads; otherwise equal to `activation`."""
     activation: Array
     """Held from F (or R) until I."""
     stash: Array
@@ -71,7 +71,7 @@ def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTab
 
 
 def match(plan: Plan, costs: CostTable) -> None:
-    """Raise unless the plan is for this model and these ranks."""
+    """Raise an error unless the costs cover the plan's layers, ranks and micro-batches, and its offloading if any."""
     if plan.num_layers != costs.num_layers:
         raise OctoPipeError(
             f"the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; use the plan's own model"
@@ -110,20 +110,20 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
 
 
 def part_of(stage: Stage) -> float:
-    """The share of its layers' work, activations and weights that a stage holds (1, or 1/n for a shard)."""
+    """Return the share of its layers' work, activations and weights that a stage has (1, or 1/n for a shard)."""
     return 1.0 if stage.shard is None else 1.0 / stage.shard[1]
 
 
 def _parts(plan: Plan) -> Array | float:
-    """That share for all stages, as a column; 1 if no layer is split."""
+    """Return `part_of` all stages as a column, or 1 if no stage is a shard."""
     if all(s.shard is None for s in plan.stages):
         return 1.0
     return np.array([part_of(s) for s in plan.stages])[:, None]
 
 
 def time_part(stage: Stage, costs: CostTable, kind: str) -> float:
-    """The share of its layer's time that an op of a stage takes: 1, or of a shard what was measured for it, if anything
-    was, and otherwise 1/n."""
+    """Return the share of its layers' time that an op of a stage takes: 1, or for a shard the measured share, or 1/n if
+    none was measured."""
     if stage.shard is None:
         return 1.0
     f, i, w = parts_of(costs.shard_times, stage.first, stage.shard[1])
@@ -135,7 +135,7 @@ def time_part(stage: Stage, costs: CostTable, kind: str) -> float:
 
 
 def _time_parts(plan: Plan, costs: CostTable, kind: str) -> Array | float:
-    """That share for all stages, as a column."""
+    """Return `time_part` of all stages as a column, or 1 if no stage is a shard."""
     if not costs.shard_times or all(s.shard is None for s in plan.stages):
         return _parts(plan)
     return np.array([time_part(s, costs, kind) for s in plan.stages])[:, None]
@@ -155,7 +155,7 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
 
 
 PARTIAL_BYTES = 8.0
-"""What a shard of the head sends per token: the log-sum-exp of its logits and the target's logit, each in 32 bits."""
+"""Bytes that a shard of the head sends per token: log-sum-exp of its logits and the target's logit, 32 bits each."""
 
 
 @_kept
@@ -200,8 +200,8 @@ def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
 def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     """Bytes every stage holds per micro-batch, with and without recomputation.
 
-    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation. A stage that
-    offloads keeps its input on the device: that is the buffer in which it came.
+    A recomputed run of layers keeps the input of its first layer; any other layer keeps its activation. A stage that
+    offloads keeps its input on the device, in the buffer in which it was received.
     """
     whole = [_layers(s) for s in plan.stages]
     parts = _parts(plan)
@@ -222,21 +222,24 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
 
 
 def _inputs(layers: Collection[int], costs: CostTable) -> list[int]:
-    """The layers outside whose outputs these take."""
+    """Return the layers outside of `layers` whose outputs they take."""
     if costs.graph is None:
         return [k - 1 for k in sorted(layers) if k - 1 not in layers and k > 0]
     return [j for k in sorted(layers) for j in costs.graph.takes[k] if j not in layers]
 
 
 def offload_bytes(plan: Plan, costs: CostTable) -> Array:
-    """What a stage that offloads moves to host memory, and back, per micro-batch; zero for the others."""
+    """Return the bytes that each stage moves to host memory, and back, per micro-batch; zero if it does not offload."""
     memory = stage_memory(plan, costs)
     return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.kept, 0.0)
 
 
 def static_bytes(plan: Plan, costs: CostTable) -> Array:
-    """Weights, gradients and optimizer state per rank. A replicated stage counts on each of its ranks; weights that a
-    tied head shares with the embedding count once on a rank that holds both."""
+    """Return the bytes of weights, gradients and optimizer state per rank.
+
+    A replicated stage counts on each of its ranks. Weights that layers share (a tied head and the embedding) count once
+    on a rank that holds several of these layers.
+    """
     out = np.zeros(plan.num_ranks)
     for stage in plan.stages:
         out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * part_of(stage)
@@ -259,5 +262,5 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
 
 
 def workspace_bytes(plan: Plan, costs: CostTable) -> Array:
-    """Additional bytes while an op of the stage runs: those of the layer that needs most."""
+    """Return the additional bytes while an op of each stage runs: those of its layer that needs most."""
     return np.array([costs.workspace_bytes[s.first : s.stop].max(initial=0.0) * part_of(s) for s in plan.stages])

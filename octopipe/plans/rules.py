@@ -103,7 +103,8 @@ def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str
 
 
 def _loss_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:
-    """A stage without layers takes the shards of the layer before it, all of them and nothing else."""
+    """Return the problems of stages without layers: such a stage must end the path, and take all shards of the layer
+    before it and nothing else."""
     edges = plan.edges[number] if plan.edges else ()
     for s in route:
         layer = plan.stages[s].stop - 1
@@ -177,7 +178,7 @@ def _op_problems(plan: Plan) -> list[str]:
 
 
 def _cell_problems(plan: Plan, s: int, m: int, seen: Mapping[Op, int]) -> list[str]:
-    """Whether the set of ops of one stage and micro-batch is complete."""
+    """Return the problems of the set of ops of one stage and micro-batch: missing, conflicting or needless ops."""
     rank = plan.stages[s].rank
     has = {kind for kind in KINDS if Op(s, kind, m) in seen}
     out = []
@@ -225,7 +226,7 @@ def _order_problems(plan: Plan) -> list[str]:
 
 
 def _slot_words(plan: Plan, number: int) -> str:
-    """An op, or the pair that it begins."""
+    """Return the text of an op, or of the pair that it begins."""
     t = plan.table()
     if t.lead is None:
         return str(plan.op(number))
@@ -233,7 +234,8 @@ def _slot_words(plan: Plan, number: int) -> str:
 
 
 def missing_recompute(plan: Plan) -> list[str]:
-    """A stage that recomputes runs R between F and backward, unless the backward directly follows F."""
+    """Return the problems of stages that recompute: they must run R before the backward, unless the backward directly
+    follows F."""
     t = plan.table()
     out = []
     for s, stage in enumerate(plan.stages):

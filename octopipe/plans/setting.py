@@ -30,7 +30,7 @@ log = logging.getLogger("octopipe.plan")
 
 
 def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a plan made with these costs must store, as entries of its `extra`.
+    """Return the entries that the `extra` of a plan made with these costs must contain.
 
     `setting`: the model's name and the numbers that go with it, if there is a name. Presets can be priced again from it
     anywhere; costs that were read from a file, or of layers that fork, are stored in the plan.
@@ -46,7 +46,8 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
 
 
 def priced_recomputation(plan: Plan) -> str:
-    """What the plan's prices recompute inside the backward, beside its R ops: none, selective or full."""
+    """Return the recomputation inside the backward that the plan's costs include in addition to its R ops: none,
+    selective or full."""
     setting = plan.extra.get(SETTING)
     found = setting.get("recompute") if isinstance(setting, Mapping) else None
     return found if found in ("selective", "full") else "none"
@@ -137,7 +138,7 @@ def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str
     try:
         numbers = {**keywords(own, lenient=True), **keywords(asked, lenient=True)}
         if numbers.get("recompute") == "auto":
-            del numbers["recompute"]  # which layers are computed again stands in the plan itself
+            del numbers["recompute"]  # the plan itself states which layers are recomputed
         return resolve_costs(model, pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None

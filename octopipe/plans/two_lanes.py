@@ -75,8 +75,8 @@ def sequence(parts: Iterable[tuple[str, float]]) -> Sequence:
 
 @njit
 def side_by_side(compute, exchange, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
-    """How long a compute segment and an exchange that start together take until both have ended, and for how much of
-    that the exchange is alone. Each slows the other while both run."""
+    """Return the time until a compute segment and an exchange that start together have both ended, and the part of it
+    during which the exchange runs alone. Each slows the other while both run."""
     computing = compute * (1.0 + slows_compute)
     exchanging = exchange * (1.0 + slows_exchange)
     if computing <= exchanging:
@@ -135,14 +135,15 @@ def interleave(first: Sequence, second: Sequence, slows_compute: float = 0.0, sl
 
 
 def with_filler(walk: Walk, filler_ms: float, slows_compute: float = 0.0, slows_exchange: float = 0.0) -> float:
-    """Time of the walk when this much W fills the exposed exchange time and the rest of W follows."""
+    """Return the time of the walk if this much W fills its exposed exchange time, and the rest of W follows."""
     return walk.ms - walk.exposed_ms + together_ms(filler_ms, walk.exposed_ms, slows_compute, slows_exchange)
 
 
 def trace(
     first: Sequence, second: Sequence, steps: Iterable[int], slows_compute: float = 0.0, slows_exchange: float = 0.0
 ) -> list[tuple[int, int, float, float]]:
-    """(op, lane, start, end) of every segment of a walk, from time 0; the longer of two is slowed for part of it."""
+    """Return (op, lane, start, end) of every segment of a walk that starts at time 0. If two segments run together, the
+    longer one is slowed only while the other runs."""
     out = []
     at = [0, 0]
     ops = (first, second)

@@ -3,7 +3,7 @@
 Knows: the file format and its errors. Does not know: when a plan is valid (`rules`).
 
 Version 2 is written only for plans that version 1 cannot express: pairs, paths that fork or join, shards, offload.
-Every other plan is written as version 1, byte for byte as before.
+Every other plan is written as version 1, with the same bytes as before version 2 existed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
     check_format(raw.get("format"), (FORMAT, FORMAT_2), where)
     second = raw["format"] == FORMAT_2
     try:
-        # To version 1 the keys of version 2 are provenance like any other.
+        # In a file of version 1, the keys of version 2 are provenance like any other unknown key.
         file = msgspec.convert({k: v for k, v in raw.items() if second or k in _KNOWN}, _PlanFile)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise OctoPipeError(f"{where}: not a valid plan file: {_one_line(error)}") from None
@@ -161,7 +161,7 @@ def plan_to_json(plan: Plan) -> bytes:
     """The plan in the oldest version that can express it, one line per stage and per rank for readable diffs."""
 
     def encode(value: Any) -> str:
-        # msgspec has a form of its own for dataclasses; the costs' one keeps arrays and pairs of ranks.
+        # msgspec encodes dataclasses in its own way; `record_of` preserves arrays and keys that are pairs of ranks.
         value = record_of(value) if isinstance(value, CostTable) else value
         return msgspec.json.encode(value, enc_hook=plain).decode()
 

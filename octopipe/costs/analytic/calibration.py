@@ -1,9 +1,9 @@
 """Stacks: how much of a GPU's data sheet a training stack's kernels and collectives reach, fitted to training runs.
 
 Knows: the rates of a stack per (GPU generation, precision), which stacks come with the package
-(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit`), stack files, and what stands in where a
-stack was fitted on no run of a GPU. Does not know: what the rates are applied to (`layer_pricing.py`) or how they are
-fitted (`fitting.py`).
+(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit`), stack files, and the substitute rates for a
+GPU on which no run of the stack was fitted. Does not know: what the rates are applied to (`layer_pricing.py`) or how
+they are fitted (`fitting.py`).
 
 A matrix product of m x k by k x n reaches `gemm / (1 + half * (1/m + 1/n + 1/k))` of the peak: the share of a large
 product, less what small sides lose to tile edges, prologues and waves.
@@ -147,8 +147,8 @@ def _rates_of(stack: Stack, generation: str, precision: str) -> Rates:
     found = known.get((generation, precision))
     if found is not None:
         return found
-    # Another precision of the same generation has the same memory passes, launches and links; the share of the peak is
-    # taken over from the default stack, as far above or below it as this stack is there.
+    # Memory passes, launches and links are those of another precision that this stack was fitted for. The share of the
+    # peak is the default stack's, times the median ratio of this stack to the default stack where both have rates.
     plain = {(g, p): r for g, p, r in _defaults().rates}
     base = plain.get((generation, precision)) or plain.get((generation, "bf16" if precision == "bf16" else "fp8"))
     base = base or _by_kernels(generation, precision) or plain["hopper", "bf16" if precision == "bf16" else "fp8"]
@@ -192,7 +192,7 @@ def stacks_on(gpu: Gpu, precision: str = "bf16") -> list[str]:
 
 
 def stack_named(stack: str | Path | Mapping[str, Any] | Stack | None) -> Stack:
-    """The stack of this name, of this file, or of a decoded one; None: the default."""
+    """Return the stack with this name, in this file, or in a decoded file; None: the default stack."""
     if stack is None:
         return _defaults()
     if isinstance(stack, Stack):

@@ -84,7 +84,7 @@ def _attention(part: Attention, size: Size) -> Work:
     """Softmax attention; a gate doubles the query projection."""
     h = part.hidden
     q, kv = part.query_width, part.kv_width
-    # A gate doubles the query projection; it is saved, and W wants its gradient.
+    # A gate doubles the query projection; it is saved, and W needs its gradient.
     q_out = 2 * q if part.gated else q
     if part.causal:  # half of the scores are left out
         span = size.seq if part.window is None else min(size.seq, 2 * part.window)
@@ -121,7 +121,7 @@ def _latent_attention(part: LatentAttention, size: Size) -> Work:
         core_flops=size.tokens * size.seq * (qk + v),
         stream_width=2 * h + 2 * down,
         quantized_stream_width=h + down,
-        # Queries, keys and values again from the latents, which stay.
+        # Selective recomputation projects queries, keys and values again from the latents, which are kept.
         cheap_stream_width=h,
         cheap_inner_width=2 * qk + v,
         cheap_flops=sum(2 * size.tokens * p.inner * p.outer for p in up),
@@ -301,8 +301,8 @@ def _mtp(part: Mtp, size: Size) -> Work:
 def _embedding(part: Embedding, size: Size) -> Work:
     """A table that is looked up."""
     h = part.hidden
-    # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
-    # counted from F on: one boundary tensor too much before I.
+    # W needs the output's gradient. `CostTable` requires the stash to be part of the activation, so the gradient is
+    # counted from F on, which is one boundary tensor too many before I.
     return Work(tokens=size.tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
 
 
@@ -372,8 +372,10 @@ def _delta_core(heads: int, key_dim: int, value_dim: int, chunk: int) -> int:
 
 
 def items_of(source: Source | None, seq: int, micro_batch_size: int) -> tuple[int, int, float]:
-    """The length and the number of the sequences that a part works on, and what its costs are to be multiplied by
-    because an encoder's items per micro-batch need not be a whole number."""
+    """Return the length and the number of the sequences that a part processes, and a factor for its costs.
+
+    An encoder's items per micro-batch need not be a whole number: the number is rounded, and the factor corrects it.
+    """
     if source is None:
         return seq, micro_batch_size, 1.0
     items = source.items * micro_batch_size

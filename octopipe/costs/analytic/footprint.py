@@ -32,7 +32,10 @@ NO_WEIGHTS = Weights(0.0, 0.0)
 
 
 def weights_of(part: Layer, cluster: Cluster) -> Weights:
-    """Norms, routers and latent down projections are replicated over the tensor-parallel group."""
+    """Return the parameters of a part on one GPU before ZeRO shards them.
+
+    Norms, routers and latent down projections are replicated over the tensor-parallel group.
+    """
     total = float(part.parameters + part.tied_parameters)
     if isinstance(part, Mtp):
         total -= part.block.parameters  # its block's parts are counted on their own
@@ -49,15 +52,18 @@ def weights_of(part: Layer, cluster: Cluster) -> Weights:
 
 
 def shards_of(setup: Setup, cluster: Cluster) -> Weights:
-    """The numbers of GPUs that hold the same dense weights and the same expert, over which ZeRO shards. With several
-    copies of the state (HSDP) it shards inside each copy."""
+    """Return the numbers of GPUs over which ZeRO shards dense weights, and over which it shards experts.
+
+    These are the GPUs that hold the same dense weights, and the same expert. With several copies of the state (HSDP),
+    ZeRO shards inside each copy.
+    """
     return Weights(float(setup.dp * setup.cp // setup.hsdp), float(cluster.expert_dp // setup.hsdp))
 
 
 def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights, gradients and optimizer state after sharding by ZeRO.
+    """Return the bytes of weights, gradients and optimizer state on one GPU after sharding by ZeRO.
 
-    Stage 3 keeps the fp32 master as the weight's only copy (FSDP); bf16 ones exist while they are gathered.
+    Stage 3 keeps the fp32 master weight as the only copy (FSDP); bf16 weights exist only while they are gathered.
     """
     total = 0.0
     for count, copies in zip(weights, shards_of(setup, cluster), strict=True):
@@ -73,14 +79,17 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
 
 
 def frozen_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights that are not trained: bf16 alone, which ZeRO-3 shards as well."""
+    """Return the bytes of weights that are not trained: bf16 only, sharded by ZeRO-3 as well."""
     copies = shards_of(setup, cluster)
     return sum(WEIGHT_BYTES * count / (n if setup.zero == 3 else 1.0) for count, n in zip(weights, copies, strict=True))
 
 
 def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster, frozen: Weights = NO_WEIGHTS) -> float:
-    """Buffers for sharded state: a gradient before it is reduce-scattered (ZeRO-2 and 3), and with ZeRO-3 the gathered
-    weights of this layer and of the next one, which is being prefetched; frozen weights have no gradient."""
+    """Return the bytes of buffers for sharded state.
+
+    ZeRO-2 and 3 need a gradient before it is reduce-scattered. ZeRO-3 also needs the gathered weights of this layer and
+    of the next one, which is being prefetched. Frozen weights have no gradient.
+    """
     if setup.zero < 2:
         return 0.0
     copies = shards_of(setup, cluster)
@@ -102,7 +111,7 @@ def stream_share(setup: Setup) -> float:
 
 
 def held_bytes(work: Work, setup: Setup) -> float:
-    """Activations saved from F to I on one GPU."""
+    """Return the bytes of activations that one GPU holds from F to I."""
     return _bytes(
         setup,
         work,
@@ -113,8 +122,11 @@ def held_bytes(work: Work, setup: Setup) -> float:
 
 
 def stashed_bytes(work: Work, setup: Setup) -> float:
-    """The part of them that W still needs after I: inputs of products and gradients of their outputs. What selective
-    recomputation dropped has been restored by then, so it counts for at most one micro-batch."""
+    """Return the bytes that W still needs after I: inputs of products, and gradients of their outputs.
+
+    Values that selective recomputation drops are not included: I restores them, and they are held for at most one
+    micro-batch (`dropped_bytes`).
+    """
     return _bytes(
         setup,
         work,
@@ -125,7 +137,7 @@ def stashed_bytes(work: Work, setup: Setup) -> float:
 
 
 def dropped_bytes(work: Work, setup: Setup) -> float:
-    """The activations that selective recomputation restores while I of one micro-batch runs."""
+    """Return the bytes of activations that selective recomputation restores while I of one micro-batch runs."""
     if setup.recompute != "selective":
         return 0.0
     tokens = work.tokens / setup.cp
@@ -139,16 +151,18 @@ def _bytes(
     for (width, quantized, cheap), share in ((stream, stream_share(setup)), (inner, 1.0 / setup.tp)):
         if setup.recompute == "selective":
             width, quantized = max(width - cheap, 0.0), max(quantized - cheap, 0.0)
-        # fp4 values are kept with their scales, and for W a transposed copy beside: about a byte as well.
+        # fp4 values are kept with their scales and, for W, with a transposed copy: about one byte as well.
         one_byte = min(quantized, width) if setup.precision != "bf16" else 0.0
         total += (2.0 * width - one_byte) * share
     return work.tokens / setup.cp * total + state / (setup.tp * setup.cp)
 
 
 def workspace_bytes(part: Layer, work: Work, setup: Setup, arriving: int = 1) -> float:
-    """Bytes that live only while an op runs (our estimate): the gathered stream under sequence parallelism, the
-    routed tokens' copies (of so many GPUs' tokens, where they share experts), the fp32 gradient of the logits, what
-    selective recomputation brings back."""
+    """Return the bytes that are needed only while an op runs (our estimate).
+
+    These are the gathered stream under sequence parallelism, the copies of routed tokens (those of `arriving` GPUs, if
+    GPUs share experts), the fp32 gradient of the logits, and what selective recomputation restores.
+    """
     tokens = work.tokens / setup.cp
     gathered = 2.0 * tokens * part.hidden if setup.sequence_parallel and setup.tp > 1 else 0.0
     routed = 2 * 2.0 * tokens * work.routed_width * arriving / setup.tp
@@ -166,12 +180,12 @@ def megatron_activation_bytes(
     sequence_parallel: bool = False,
     recompute: Literal["none", "selective", "full"] = "none",
 ) -> float:
-    """Activations of one GPT layer without flash attention, 16-bit, with dropout masks of one byte.
+    """Return the bytes of 16-bit activations of one GPT layer without flash attention, with dropout masks of one byte.
 
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, Table 2, built
-    from its parts: attention 11sbh + 5as²b, MLP 19sbh, two layer norms 4sbh. Tensor parallelism divides what lies
-    between its collectives (24sbh + 5as²b); sequence parallelism the rest (10sbh); selective recomputation drops the
-    part quadratic in s; full recomputation keeps the input alone, 2sbh.
+    from its parts: attention 11sbh + 5as²b, MLP 19sbh, two layer norms 4sbh. Tensor parallelism divides what is between
+    its collectives (24sbh + 5as²b), sequence parallelism the rest (10sbh). Selective recomputation drops the part that
+    is quadratic in s; full recomputation keeps only the input, 2sbh.
 
     >>> s, b, h, a = 1024, 2, 4096, 32
     >>> megatron_activation_bytes(seq=s, batch=b, hidden=h, heads=a) == s * b * h * (34 + 5 * a * s / h)

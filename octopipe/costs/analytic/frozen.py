@@ -30,12 +30,13 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Attention, Embedding, Head, LatentAttention, Layer, ModelSpec
 
 State = Literal["trained", "frozen", "idle"]
-"""Of a layer: its weights are trained; they are frozen, and gradients pass; they are frozen, and no gradient passes."""
+"""The state of a layer. trained: its weights are trained; frozen: they are not trained, but gradients pass through the
+layer; idle: they are not trained, and no gradient passes through the layer."""
 
 
 @lru_cache(maxsize=256)
 def layer_states(num_layers: int, ranges: tuple[tuple[int, int], ...]) -> tuple[State, ...]:
-    """The state of every layer, adapters aside."""
+    """Return the state of every layer, without regard to adapters. Raise an error if `ranges` do not fit the model."""
     if ranges and ranges[-1][1] >= num_layers:
         raise OctoPipeError(
             f"frozen {ranges_text(ranges)} names layer {ranges[-1][1]}; the model has layers 0 to {num_layers - 1}"
@@ -48,12 +49,12 @@ def layer_states(num_layers: int, ranges: tuple[tuple[int, int], ...]) -> tuple[
 
 
 def trained_share(spec: ModelSpec, setup: Setup) -> float:
-    """Share of a model's weights that have gradients and optimizer state; adapters themselves are not counted."""
+    """Return the share of a model's weights that have gradients and optimizer state; adapters are not counted."""
     return 0.0 if setup.lora is not None else _share(spec, setup, ("trained",))
 
 
 def backward_share(spec: ModelSpec, setup: Setup) -> float:
-    """Share of a model's weights that a backward needs: those of all layers through which gradients pass."""
+    """Return the share of a model's weights that a backward needs: those of all layers that gradients pass through."""
     return _share(spec, setup, ("trained", "frozen"))
 
 
@@ -71,7 +72,10 @@ def adapted(part: Layer, setup: Setup, state: State) -> bool:
 
 
 def adapters(work: Work, rank: int) -> Work:
-    """The products that adapters add. Tensor parallelism divides the factor on the side where it divides the matrix."""
+    """Return `work` with the products that adapters of this rank add, in place of its own.
+
+    Every matrix gets two factors. Tensor parallelism shards the one on the side on which it shards the matrix.
+    """
     products: list[Product] = []
     for p in work.products:
         first = p._replace(outer=rank, cut="inner" if p.cut == "inner" else "", low_precision=False)
@@ -81,7 +85,7 @@ def adapters(work: Work, rank: int) -> Work:
 
 
 def adapter_parameters(work: Work, rank: int, cluster: Cluster) -> tuple[float, float]:
-    """Weights of a part's adapters on one GPU before ZeRO divides anything: dense ones, and those of experts."""
+    """Return the numbers of adapter weights of a part on one GPU before ZeRO shards them: dense, and of experts."""
     dense = experts = 0.0
     for p in adapters(work, rank).products:
         tp = cluster.expert_tp if p.experts else cluster.tp
@@ -95,8 +99,11 @@ def adapter_parameters(work: Work, rank: int, cluster: Cluster) -> tuple[float, 
 
 @lru_cache(maxsize=64)
 def needed_flops(layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...], adapters: bool, seq: int) -> float:
-    """What utilisation is measured by, per sequence: what must be computed once. Of a frozen layer that is its forward,
-    and where gradients pass it as much again; adapters themselves are left out."""
+    """Return the FLOPs per sequence that utilisation (MFU) counts: those that must be computed once.
+
+    A frozen layer counts its forward, and the same again if gradients pass through it. A trained layer counts three
+    times its forward, or twice with adapters. The FLOPs of the adapters themselves are left out.
+    """
     total, states = 0.0, layer_states(len(layers), frozen)
     for layer, state in zip(layers, states, strict=True):
         passes = {"trained": 2 if adapters else 3, "frozen": 2, "idle": 1}[state]

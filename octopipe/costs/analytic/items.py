@@ -1,6 +1,6 @@
 """What a model's encoder reads under a set-up: how many images, recordings or source tokens a micro-batch has.
 
-Knows: which fields of a set-up concern an encoder, and which of them a model has a use for. Does not know: what a layer
+Knows: which fields of a set-up concern an encoder, and which of them apply to a model. Does not know: what a layer
 costs (`layer_pricing.py`), or how a table is made (`table.py`).
 """
 
@@ -16,13 +16,17 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 
 NEARLY_NONE = 1e-6
-"""Of the mean work of an encoder's layer, for a micro-batch without an item: it passes without work."""
+"""The time of an encoder's layer for a micro-batch without items, as a share of its mean time. It stands for zero,
+because factors of a cost table must be positive."""
 
 
 def settled(spec: ModelSpec, setup: Setup) -> tuple[ModelSpec, Setup]:
-    """The model on the items that the set-up describes, and the set-up with what it left open about them: their number
-    and size, and which layers are the encoder's where it says that they are frozen. A plain decoder has no use for any
-    of it."""
+    """Return the model reading the items that the set-up describes, and the set-up with the open fields filled in.
+
+    These are the number and size of the items, and the numbers of the encoder's layers if the set-up freezes `towers`.
+    A plain decoder is returned unchanged. Raise an error if the set-up describes items that the model cannot read, or
+    that do not fit in a sequence.
+    """
     source = spec.source
     if source is None:
         for name in ("images", "encoder_seq"):
@@ -39,7 +43,7 @@ def settled(spec: ModelSpec, setup: Setup) -> tuple[ModelSpec, Setup]:
         source = source.per(sequence=sum(setup.images) / len(setup.images))
     positions = setup.encoder_seq
     if positions is None and source.kind == "text" and source.free:
-        positions = setup.seq  # source texts count as long as the others unless somebody says how long they are
+        positions = setup.seq  # source texts are assumed to be as long as the decoder's unless a length is given
     if positions is not None and positions != source.positions:
         if not source.free:
             raise OctoPipeError(
@@ -62,7 +66,7 @@ def settled(spec: ModelSpec, setup: Setup) -> tuple[ModelSpec, Setup]:
 
 
 def items_of_micro_batches(setup: Setup, sizes: Sequence[int]) -> list[float]:
-    """Items per sequence of every micro-batch, on its own average. `sizes`: sequences per micro-batch."""
+    """Return the mean number of items per sequence for each micro-batch. `sizes`: sequences of each micro-batch."""
     if sum(sizes) != len(setup.images):
         raise OctoPipeError(
             f"images of {len(setup.images)} sequences for {len(sizes)} micro-batches with {sum(sizes)} sequences; give "

@@ -43,12 +43,12 @@ SCATTER_BYTES = 12.0
 """Traffic of an embedding's weight gradient per table entry (our estimate: a bf16 table zeroed, scattered
 into and added to the fp32 gradient)."""
 OPTIMIZER_BYTES = 26.0
-"""Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
-weight written."""
+"""Traffic of one parameter's Adam update in addition to reading its gradient: master weight and moments read and
+written, the bf16 weight written."""
 HOST_UPDATE_BYTES = 30.0
 """Traffic in the host's memory of one parameter's Adam update there: gradient, master weight and moments read, the
-latter three and the bf16 weight written. The host's memory is taken to be as fast per GPU as the GPU's link to it: two
-sockets with eight channels of DDR5 have about 75 GB/s for each of eight GPUs, the link has 50. Our choice."""
+latter three and the bf16 weight written. Per GPU, the host's memory is assumed to be as fast as the GPU's link to it
+(our choice): two sockets with eight channels of DDR5 have about 75 GB/s for each of eight GPUs, the link has 50."""
 BIAS_PASSES = 6.0
 """Memory passes over the experts' outputs for biases, in F and again in I (our estimate)."""
 HIDDEN_COST = 0.2
@@ -116,7 +116,7 @@ class Pricing:
         )
 
     def unless_free(self, what: str, took_ms: float) -> float:
-        """The time, or zero if its kind is free."""
+        """Return the time, or zero if the resource `what` is priced as free."""
         return 0.0 if what in self.free else took_ms
 
     @property
@@ -125,7 +125,7 @@ class Pricing:
 
     @property
     def host_bytes_per_ms(self) -> float:
-        """Of the link to the host's memory, in each direction."""
+        """Bandwidth of the link to the host's memory, in each direction."""
         return 1e6 * (self.setup.host_gb_per_s or self.cluster.gpu.host_gb_per_s)
 
     def flops_per_ms(self, precision: str) -> float:
@@ -157,7 +157,7 @@ class _Products:
 
 
 def gpu_share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
-    """Rows, sides and number of weights of one GPU's share of a product."""
+    """Return the rows, the two side lengths and the number of weights of one GPU's share of a product."""
     cluster = pricing.cluster
     rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
     if product.experts:
@@ -183,7 +183,7 @@ class _PartTimes(NamedTuple):
     """Time between dispatch and combine, in F and again in I: the experts, and sorting tokens for them."""
 
     def parts(self, kind: str) -> list[Part]:
-        """F or I as segments: routing, dispatch, experts, combine for F, and the reverse for I."""
+        """Return F or I as segments: routing, dispatch, experts, combine for F, and the reverse order for I."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
@@ -197,7 +197,8 @@ class _PartTimes(NamedTuple):
 
 
 def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTimes:
-    """F, I and W time of one part, its W as if its weights were trained unless it has adapters."""
+    """Return the F, I and W times of one part. W is priced as if its weights were trained; with adapters, it is the W
+    of the adapters."""
     setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
     tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
     products = _Products(work, pricing)
@@ -217,7 +218,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
     stream_bytes = 2.0 * tokens * part.hidden
     pairs = work.collectives
     if isinstance(part, Moe) and cluster.ep > 1 and not part.shared_ffn:
-        pairs = 0  # tokens go from where they are to their experts: nobody gathers the stream
+        pairs = 0  # every GPU sends its own tokens to their experts, so the stream is not gathered
     tp_ms = pricing.unless_free("tp", 2 * pairs * ring_ms(cluster, stream_bytes, tp, share=rates.link))
     match part:
         case Embedding():
@@ -278,9 +279,11 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
 
 
 def _exchange_ms(nbytes: float, copies: int, pricing: Pricing) -> float:
-    """Tokens on their way to the experts, or back: an all-to-all among the GPUs that hold different experts, and where
-    several share one, an all-gather (a reduce-scatter) of what each of them got. The GPUs of one expert are
-    neighbours."""
+    """Return the time to send tokens to their experts, or back.
+
+    This is an all-to-all among the GPUs that hold different experts. If several GPUs share each expert, it also
+    includes an all-gather (on the way back a reduce-scatter) of what each of them received; these GPUs are neighbours.
+    """
     cluster, how = pricing.cluster, pricing.exchange
     share = how.link_share or pricing.rates.link
     sent = exchange_ms(
@@ -290,12 +293,15 @@ def _exchange_ms(nbytes: float, copies: int, pricing: Pricing) -> float:
 
 
 def _arriving(cluster: Cluster) -> int:
-    """GPUs whose routed tokens an expert's GPU gets. Without expert parallelism the stream itself was gathered."""
+    """Return the number of GPUs whose routed tokens each GPU of an expert receives.
+
+    Without expert parallelism it is 1, because the stream itself was gathered.
+    """
     return cluster.expert_tp if cluster.ep > 1 else 1
 
 
 def gathering_experts(work: Work, pricing: Pricing) -> Work:
-    """What experts keep where several GPUs share each of them: the inputs of all of those GPUs."""
+    """Return the work with the inputs that experts keep: those of all GPUs that share the expert."""
     more = (_arriving(pricing.cluster) - 1) * work.routed_width
     if not more:
         return work
@@ -304,8 +310,10 @@ def gathering_experts(work: Work, pricing: Pricing) -> Work:
 
 
 def on_busiest_rank(work: Work, spread: float) -> Work:
-    """The work of experts on the rank of their group that gets `spread` times the mean number of tokens. All others
-    wait for it at the next exchange, so it determines the layer's time, and its memory is the limit."""
+    """Return the work of experts on the rank of their group that receives `spread` times the mean number of tokens.
+
+    All other ranks wait for it at the next exchange, so it determines the layer's time, and its memory is the limit.
+    """
     if spread == 1.0:
         return work
     widths = ("inner_width", "stash_inner_width", "quantized_inner_width", "cheap_inner_width", "routed_width")
@@ -317,14 +325,18 @@ def on_busiest_rank(work: Work, spread: float) -> Work:
 
 
 def _narrow(part: Layer) -> float:
-    """Heads narrower than 128 leave a matrix unit partly idle in softmax attention."""
+    """Return the share of its usual speed that softmax attention reaches: heads narrower than 128 leave a matrix unit
+    partly idle."""
     width = getattr(part, "head_dim", 128)
     return min(1.0, max(0.25, width / 128))
 
 
 def _gather_ms(weights: Weights, frozen: Weights, pricing: Pricing) -> tuple[float, float]:
-    """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
-    is held in parts cannot wait for the next micro-batch's). Frozen weights have no gradient."""
+    """Return the times per micro-batch to gather a layer's weights (ZeRO-3) and to reduce its gradient (ZeRO-2 and 3).
+
+    A gradient that is stored in shards must be reduced before the next micro-batch's is computed. Frozen weights have
+    no gradient.
+    """
     setup, cluster = pricing.setup, pricing.cluster
     if setup.zero < 2 or "dp" in pricing.free:
         return 0.0, 0.0
@@ -339,14 +351,17 @@ def _gather_ms(weights: Weights, frozen: Weights, pricing: Pricing) -> tuple[flo
 
 
 def strides_of(cluster: Cluster) -> tuple[int, int]:
-    """How far apart the GPUs are that hold the same dense weights, and the same expert."""
+    """Return the distance between the GPUs that hold the same dense weights, and between those with the same expert."""
     return cluster.tp, cluster.ep * cluster.expert_tp
 
 
 def reduce_ms(pricing: Pricing, nbytes: float, copies: int, stride: int) -> float:
-    """A gradient reduced to one part per GPU: inside the GPUs that divide a copy of the state, then, where there are
-    several copies (HSDP), every part between the copies. One layer's second half runs beside the next one's first, so
-    the slower of the two sets the pace."""
+    """Return the time to reduce a gradient of `nbytes` to one shard per GPU.
+
+    It is reduced among the GPUs that shard one copy of the state; if there are several copies (HSDP), every shard is
+    then reduced between the copies. One layer's second step overlaps with the next layer's first, so the slower of the
+    two determines the time.
+    """
     cluster, share, instances = pricing.cluster, pricing.rates.link, pricing.setup.hsdp
     inside = ring_ms(cluster, nbytes, copies, stride, share=share)
     return max(inside, 2 * ring_ms(cluster, nbytes / copies, instances, stride * copies, share=share))
@@ -355,7 +370,7 @@ def reduce_ms(pricing: Pricing, nbytes: float, copies: int, stride: int) -> floa
 def priced(
     layer: Layer, pricing: Pricing, state: State = "trained", offloaded: bool = False
 ) -> tuple[LayerCost, Weights]:
-    """What a layer costs, and the weights of it that are trained. `offloaded`: its activations wait on the host."""
+    """Return the cost of a layer and its trained weights. `offloaded`: its activations are kept on the host until I."""
     setup, cluster = pricing.setup, pricing.cluster
     assert setup.seq is not None
     forward = backward = weight = activation = stash = workspace = 0.0
@@ -379,7 +394,7 @@ def priced(
     exchanges = any(p.combine_ms > 0 for p in parts)
     if state == "idle":  # no gradient passes: nothing is kept, and there is no backward
         backward = activation = stash = 0.0
-    # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
+    # FSDP fetches the next layer's weights while this one computes; only what takes longer than that is exposed.
     gather, reduce = _gather_ms(trained, frozen, pricing)
     # What is hidden takes compute units and memory bandwidth from the kernels it runs beside.
     forward = max(forward, gather) + pricing.rates.hidden * min(forward, gather)
@@ -387,12 +402,13 @@ def priced(
         hidden = min(backward + weight, gather + reduce)
         weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
     if offloaded:
-        # Down behind the forward, up behind the backward of the layer after it; nothing but the layer at work is here.
+        # Activations are copied to the host behind the forward and back behind the backward of the layer after it. Only
+        # the layer that is running has them on the GPU.
         host_ms = pricing.unless_free("host", activation / pricing.host_bytes_per_ms)
         forward = max(forward, host_ms) + HIDDEN_COST * min(forward, host_ms)
         backward = max(backward, host_ms) + HIDDEN_COST * min(backward, host_ms)
         workspace, activation = workspace + activation, 0.0
-    # The head hands nothing on; a prediction module hands on two hidden states, unless it is on a path of its own.
+    # The head passes nothing on; a prediction module passes on two hidden states, unless it is on a path of its own.
     tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) and not layer.own_path else 1
     values = tensors * passed_on(layer, seq=setup.seq, sequences=setup.micro_batch_size)
     cost = LayerCost(
@@ -413,7 +429,7 @@ def priced(
 
 
 def _weights(part: Layer, work: Work, pricing: Pricing, state: State) -> tuple[Weights, Weights]:
-    """Weights of a part that are trained, and that are not."""
+    """Return the weights of a part that are trained, and those that are not."""
     whole = weights_of(part, pricing.cluster)
     if pricing.setup.lora is None and state == "trained":
         return whole, NO_WEIGHTS
@@ -423,12 +439,12 @@ def _weights(part: Layer, work: Work, pricing: Pricing, state: State) -> tuple[W
 
 
 def _update_ms(trained: Weights, pricing: Pricing) -> float:
-    """The optimizer's update of a layer's weights on one GPU, and of the share that the host updates."""
+    """Return the time of the optimizer's update of a layer: of one GPU's weights, and of the share on the host."""
     setup = pricing.setup
     shards = shards_of(setup, pricing.cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
     updated = sum(count / n for count, n in zip(trained, shards, strict=True))
     host = setup.offload_optimizer
     on_gpu = (1.0 - host) * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms
-    # Gradients go down, are used there, and updated weights come up: one after the other.
+    # Gradients are copied to the host, the host updates, and updated weights are copied back, one after the other.
     moved = setup.gradient_bytes + WEIGHT_BYTES + HOST_UPDATE_BYTES
     return updated * (on_gpu + host * moved / pricing.host_bytes_per_ms)

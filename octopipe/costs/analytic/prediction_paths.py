@@ -16,7 +16,10 @@ from octopipe.models.spec import Head, ModelSpec
 
 
 def graph_of(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> LayerGraph | None:
-    """The connections of layers that fork, and the weight that the heads share, with a tied embedding too."""
+    """Return the connections of layers that fork, or None if the layers form a chain.
+
+    They include the weight that all heads share, also with the embedding if it is tied.
+    """
     if not spec.takes:
         return None
     if pricing.setup.vocab_parallel:

@@ -1,12 +1,13 @@
-"""What it takes to add the weight gradients of experts in a pass of its own, where no kernel does both.
+"""The extra time of adding the weight gradients of experts in a separate pass, where no fused kernel exists.
 
 Knows: the memory traffic of that pass. Does not know: which kernels a runtime has (callers do), or anything about times
 that were measured.
 
-The prices of W (`layer_pricing.py`) let the matrix product add into the gradient, as the kernels of published runs do:
-the longer of the two counts. torch has such a kernel for single matrix products and for batches of equal ones, but not
-for grouped products, whose rows are distributed unevenly. There the product is written in 16 bits, and read again by a
-second kernel that adds it. A layer with many experts and few tokens for each has much more gradient than work.
+The prices of W (`layer_pricing.py`) assume that the matrix product itself adds into the gradient, as the kernels of
+published runs do, so that only the longer of the two counts. torch has such a kernel for single matrix products and for
+batches of equal ones, but not for grouped products, whose rows are distributed unevenly. There the product is written
+in 16 bits, and read again by a second kernel that adds it. In a layer with many experts and few tokens for each, adding
+the gradient takes much longer than computing it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PRODUCT_BYTES = 4.0
 
 
 def separate_sum_ms(layer: Layer, pricing: Pricing) -> float:
-    """How much longer W of a layer takes than its price if experts' gradients are added by a kernel of its own."""
+    """Return by how many ms W of a layer exceeds its price if a separate kernel adds the experts' gradients."""
     setup, more = pricing.setup, 0.0
     assert setup.seq is not None
     for part, source in zip(layer.parts, layer.sources, strict=True):

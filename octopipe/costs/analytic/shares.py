@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShares:
-    """Per op kind (F, I, W) an array [name, layer] of milliseconds for one micro-batch."""
+    """The breakdown of layer times for one micro-batch: per op kind (F, I, W), an array [name, layer] in ms."""
 
     names: tuple[str, ...]
     shown: Mapping[str, Floats]
@@ -53,8 +53,11 @@ class LayerShares:
     """Time of each collective without overlap; zero for everything else."""
 
     def per_ms(self, kind: str, first: int, stop: int, *, alone: bool = False) -> Floats:
-        """By name: what shows (or would take alone) per millisecond of an op over layers `first` to `stop - 1`; B is I
-        and W together, R is all recomputation."""
+        """Return, per name, its exposed time per millisecond of an op over layers `first` to `stop - 1`.
+
+        With `alone`: its time without overlap, instead of its exposed time. B is I and W together; R is all
+        recomputation.
+        """
         if kind == "R":
             return np.array([float(name == "recomputation" and not alone) for name in self.names])
         kinds = ("I", "W") if kind == "B" else (kind,)
@@ -65,7 +68,7 @@ class LayerShares:
 
 
 def layer_shares(spec: ModelSpec, setup: Setup, *, rates: Mapping[str, Rates] | None = None) -> LayerShares:
-    """The shares of every layer under a set-up."""
+    """Return the breakdown of every layer's time under a set-up; `rates` replace the calibrated ones, by precision."""
     pricing = Pricing.of(setup, rates)
     whole = _times(price_recomputing(spec, pricing)[0])
     once = replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None))

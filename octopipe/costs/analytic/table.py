@@ -73,7 +73,7 @@ def check_divides(spec: ModelSpec, tp: int, ep: int = 1, etp: int = 1) -> None:
 
 @lru_cache(maxsize=64)
 def _divided_sizes(layers: tuple[Layer, ...]) -> tuple[tuple[int, str, str, int], ...]:
-    """(layer, symbol, name, size) of everything that is sharded, each size at its first occurrence."""
+    """Return (layer, symbol, name, size) of every size that is sharded, with the first layer that has it."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for i, layer in enumerate(layers):
         for part in layer.parts:
@@ -121,7 +121,7 @@ def analytic_costs(
     distributed_optimizer: bool = False,
     micro_batch_tokens: Sequence[int] | None = None,
 ) -> CostTable:
-    """Price every layer of a model on a cluster: `setup_costs` for those who have one already."""
+    """Price every layer of a model on a cluster; callers that have a `Setup` use `setup_costs`."""
     setup = _setup_of(
         cluster,
         seq=seq,
@@ -144,11 +144,11 @@ def setup_costs(
 ) -> CostTable:
     """Price every layer of a model under a set-up.
 
-    `batch` says which sequences each micro-batch holds, `micro_batch_tokens` the one length of its sequences; the
-    table then carries a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
-    Tokens per second count sequences without their padding. `rates` replaces the calibrated ones, by precision.
-    `exchange` says how experts exchange tokens, where more is known than that they do. `lanes`: whether the table says
-    which parts of ops compute and which exchange; whoever prices a set-up thousands of times can do without.
+    `batch` states which sequences each micro-batch holds, `micro_batch_tokens` the common length of its sequences. The
+    table then contains a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
+    Tokens per second count sequences without their padding. `rates` replaces the calibrated rates, by precision.
+    `exchange` states how experts exchange tokens, if details are known. `lanes`: whether the table states which parts
+    of ops compute and which exchange tokens; code that prices thousands of set-ups can leave that out.
     """
     if setup.seq is None:
         raise OctoPipeError(f"{spec.name}: the sequence length is missing; give seq")
@@ -215,7 +215,7 @@ def setup_costs(
 
 
 def _segments(costs: Sequence[LayerCost], exchange: Exchange) -> Segments | None:
-    """The parts of the layers that exchange tokens between expert-parallel ranks, or None."""
+    """Return the segments of layers that exchange tokens between expert-parallel ranks, or None if no layer does."""
     if not any(cost.forward_parts for cost in costs):
         return None
     return Segments.from_ms(
@@ -238,8 +238,12 @@ def _batch_of(tokens: Sequence[int], size: int) -> Batch:
 def _micro_batch_factor(
     spec: ModelSpec, pricing: Pricing, reference: list[LayerCost], batch: Batch
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[micro-batch, layer]: time over the set-up's own micro-batch; and per layer what its bytes must be raised by, so
-    that a factor of time never says fewer bytes than tokens make (short sequences have less attention per token)."""
+    """Return time factors [micro-batch, layer] relative to the set-up's own micro-batch, and a factor per layer for its
+    bytes.
+
+    A table scales the bytes of a layer by the same factors as its time. Short sequences have less attention per token,
+    so their time falls faster than their tokens; the second factor raises the bytes so that they are never too low.
+    """
     setup = pricing.setup
     assert setup.seq is not None
     known: dict[tuple[int, int], np.ndarray] = {}
@@ -257,8 +261,8 @@ def _micro_batch_factor(
         if not batch.packed or len(group) == 1:
             rows.append(took(len(group), max(group)) / base)
             continue
-        # At equal tokens only attention differs, and it grows with the sum of squared lengths: a straight line through
-        # one sequence of all tokens and two of half of them.
+        # With the same number of tokens only attention differs, and it grows with the sum of squared lengths, so the
+        # time is interpolated linearly between one sequence of all tokens and two sequences of half of them.
         half = -(-sum(group) // 2)
         whole, halves = took(1, 2 * half), took(2, half)
         squares = sum(length * length for length in group) / (2.0 * half * half)
@@ -268,8 +272,12 @@ def _micro_batch_factor(
 
 
 def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """[micro-batch, layer]: time with a micro-batch's own images over that with the mean number of them; and per layer
-    what its bytes must be raised by: they grow with the images, and time a little less."""
+    """Return time factors [micro-batch, layer] of a micro-batch's own images relative to the mean number of images, and
+    a factor per layer for its bytes.
+
+    A table scales the bytes of a layer by the same factors as its time. Bytes grow in proportion to the images and time
+    a little less; the second factor raises the bytes so that they are never too low.
+    """
     source = spec.source
     assert source is not None
     known: dict[tuple[int, float], tuple[np.ndarray, np.ndarray]] = {}
@@ -285,7 +293,7 @@ def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tup
     for size, items in zip(sizes, items_of_micro_batches(pricing.setup, sizes), strict=True):
         (ms, mine), (mean_ms, mean) = took(size, items), took(size, source.items)
         times.append(np.divide(ms, mean_ms, out=np.ones_like(ms), where=mean_ms > 0))
-        # A frozen tower holds nothing for a backward; what it hands over still grows with its items.
+        # A frozen tower keeps nothing for a backward, but its output still grows with its items.
         share = np.full_like(mine, items / source.items if source.items else 1.0)
         held.append(np.divide(mine, mean, out=share, where=mean > 0))
     factor = np.maximum(np.array(times), NEARLY_NONE)
@@ -293,7 +301,7 @@ def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tup
 
 
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
-    """Bytes that a tied head shares with the embedding; none if both are sharded over all ranks."""
+    """Return the static bytes that a tied head shares with the embedding; 0 if both are sharded over all ranks."""
     shared = spec.layers[-1].tied_parameters
     if not shared or spec.takes or pricing.setup.vocab_parallel or not _has_table(spec.layers[0]):
         return 0.0
@@ -304,7 +312,7 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
 
 
 def _has_table(layer: Layer) -> bool:
-    """Whether a layer holds the table that a tied head uses: in a model with a tower, a later layer does."""
+    """Return whether a layer holds the table that a tied head uses; in a model with a tower, the first does not."""
     return isinstance(layer.parts[0], Embedding)
 
 
@@ -320,8 +328,10 @@ def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], li
 def _kinds(
     layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...], offloaded: int
 ) -> tuple[tuple[tuple[Layer, State, bool], ...], tuple[int, ...]]:
-    """The distinct layers of a model (trained or not, with activations on the host or not) and the index of each layer
-    among them; each is priced once."""
+    """Return the distinct layers of a model and the index of each layer among them, so that each is priced once.
+
+    Layers are also distinguished by their state and by whether their activations are offloaded to the host.
+    """
     if offloaded and offloaded > len(layers) - 3:
         raise OctoPipeError(
             f"offload_layers {offloaded} leaves none of the {len(layers) - 2} blocks on the GPU; name at most "
@@ -346,8 +356,11 @@ def _trained_flops(layers: tuple[Layer, ...], seq: int) -> float:
 
 
 def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    """All layers with some of them checkpointed: these keep their input, and I first runs their forward again. The
-    others keep all of their activations: no runtime checkpoints some layers and recomputes parts of the rest."""
+    """Price all layers, with those checkpointed that the set-up recomputes.
+
+    Checkpointed layers keep their input, and I first runs their forward again. With full recomputation, the other
+    layers keep all of their activations: no runtime checkpoints some layers and recomputes parts of the rest.
+    """
     setup = pricing.setup
     if setup.recompute != "full":
         return price_layers(spec, pricing)
@@ -366,10 +379,10 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
 
 
 def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
-    """A layer that keeps only its input (`kept` bytes) and runs its forward again before I.
+    """Return the cost of a layer that keeps only its input (`kept` bytes) and runs its forward again before I.
 
-    If I and W are split, this second forward restores the operands of W, and they stay until W: the stash is that of
-    the whole layer and may be larger than what is kept between F and I.
+    If I and W are split, this second forward restores the operands of W, which are held until W. The stash is therefore
+    that of the whole layer and may be larger than what is kept between F and I.
     """
     return replace(
         layer,
@@ -381,12 +394,12 @@ def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
 
 
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
-    """The exposed part of the gradient reduction at the end of a step, over all layers.
+    """Return the exposed time of the gradient reduction at the end of a step, over all layers.
 
-    Gradients are reduced (ZeRO-1: reduce-scattered, and updated weights gathered) while the last backward and the
-    next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,
-    shows. With ZeRO-2 gradients were reduced during the micro-batches and only weights are gathered, with ZeRO-3 all of
-    it happened there.
+    Layer by layer, gradients are reduced (ZeRO-1: reduce-scattered) while the last backward computes, and updated
+    weights are gathered while the next step's first forward computes. What takes longer than that computation is
+    exposed, and so is the last layer's share. With ZeRO-2 gradients were reduced during the micro-batches, so that
+    mainly the gathering of weights remains; with ZeRO-3 both were done there.
     """
     setup = pricing.setup
     if setup.dp * setup.cp == 1 or setup.zero == 3:
@@ -394,7 +407,7 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
     exposed, layers_per_rank = 0.0, max(1.0, len(weights) / setup.pp)
     forward, backward = columns["forward_ms"], columns["input_ms"] + columns["weight_ms"]
     for i, (reduced, gathered) in enumerate(reduction_parts_ms(weights, pricing)):
-        # ZeRO-2 reduced behind every backward, the last one too: of that only the last layer's share is left.
+        # ZeRO-2 reduces behind every backward, including the last one: only the last layer's share is exposed.
         behind = math.inf if setup.zero == 2 else float(backward[i])
         exposed += max(reduced - behind, reduced / layers_per_rank)
         exposed += max(gathered - float(forward[i]), gathered / layers_per_rank)
@@ -402,15 +415,18 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
 
 
 def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
-    """Per layer, once a step: its gradient reduced over the replicas and its updated weights gathered, nothing
-    overlapped."""
+    """Return, per layer, the time once a step to reduce its gradient over the replicas and to gather its updated
+    weights, without overlap. ZeRO-2 and 3 reduce during the micro-batches, so that this reduction is not included."""
     after = 0.0 if pricing.setup.zero >= 2 else 1.0
     return [after * reduced + gathered for reduced, gathered in reduction_parts_ms(weights, pricing)]
 
 
 def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tuple[float, float]]:
-    """Per layer: reducing its gradient, which the backward hides, and gathering its updated weights, which the next
-    forward hides. Without ZeRO the second half of the all-reduce is counted with the first."""
+    """Return, per layer, the time to reduce its gradient (behind the backward) and the time to gather its updated
+    weights (behind the next forward).
+
+    Without ZeRO, both halves of the all-reduce count as reduction. With ZeRO-3 both times are zero.
+    """
     setup, cluster = pricing.setup, pricing.cluster
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return [(0.0, 0.0)] * len(weights)
@@ -425,8 +441,12 @@ def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tup
 
 
 def _over_all_ranks(columns: dict[str, np.ndarray], pricing: Pricing) -> dict[str, np.ndarray]:
-    """Embedding and head divided over the pipeline ranks: each keeps 1/pp, the rest is spread over the layers between,
-    as an even partition spreads it over ranks; the last hidden states go to every rank and back."""
+    """Return the columns with embedding and head sharded over the pipeline ranks.
+
+    Each of the two keeps 1/pp of its cost. The rest of its times and weights is spread evenly over the layers between
+    them, which an even partition spreads over the ranks. F and I of the head also include sending the last hidden
+    states to every rank and their gradients back.
+    """
     pp, out = pricing.setup.pp, {name: values.copy() for name, values in columns.items()}
     inner = len(columns["forward_ms"]) - 2
     if pp == 1 or inner < 1:

@@ -22,10 +22,11 @@ from octopipe.costs.cluster.hardware import Cluster
 
 
 def ring_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, share: float) -> float:
-    """An all-gather to, or a reduce-scatter of, a tensor of `nbytes`.
+    """Return the time of an all-gather whose result, or a reduce-scatter whose input, is a tensor of `nbytes`.
 
-    Inside a node every GPU passes (n-1)/n of the tensor on; between nodes one copy of what the others hold enters
-    each node, over all of its members' links at once. The slower of the two sets the pace.
+    Inside a node every GPU passes on (n-1)/n of the tensor. Between nodes, each node receives one copy of what the
+    other nodes hold, over the links of all its members at once. The slower of the two determines the time. `share`:
+    the share of the link bandwidth that is reached.
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
@@ -43,14 +44,14 @@ class Exchange:
     """How tokens are exchanged between expert-parallel ranks; defaults are those of other bf16 collectives."""
 
     link_share: float | None = None
-    """Share of the link bandwidth that the exchange reaches; None: as other collectives."""
+    """Share of the link bandwidth that the exchange reaches; None: that of other collectives."""
     dispatch_bytes: float = 2.0
     """Bytes per value of the dispatch (1: fp8); the combine uses bf16."""
     most_nodes: int | None = None
     """The experts of a token are on at most this many nodes (node-limited routing)."""
     slows_compute: float = 20 / 112
-    """Compute beside an exchange takes 1 + this times as long: the exchange's kernels take 20 of 132 multiprocessors
-    (DeepSeek-V3's report, section 3.2.2)."""
+    """Compute that overlaps with an exchange takes 1 + `slows_compute` times as long, because the exchange's kernels
+    occupy 20 of 132 multiprocessors (DeepSeek-V3's report, section 3.2.2)."""
     slows_exchange: float = 0.0
 
 
@@ -64,10 +65,10 @@ def exchange_ms(
     share: float,
     most_nodes: int | None = None,
 ) -> float:
-    """An all-to-all in which a GPU sends `nbytes`, `copies` of every token to members chosen evenly.
+    """Return the time of an all-to-all in which every GPU sends `nbytes`: `copies` of each token, evenly distributed.
 
-    A token crosses to a node once, however many of its copies are wanted there, and is copied on inside it. Routing may
-    keep a token's experts within `most_nodes` nodes.
+    A token is sent to a node once, however many of its copies go there, and is copied inside that node. Routing may
+    limit the experts of a token to `most_nodes` nodes.
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
@@ -76,7 +77,7 @@ def exchange_ms(
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
     within = nodes if most_nodes is None else min(most_nodes, nodes)
-    # Of the nodes that may be used those that are, and of these the ones other than the token's own.
+    # The expected number of nodes that a token's copies go to, not counting the token's own node.
     visits = (nodes - 1) / nodes * within * (1.0 - (1.0 - 1.0 / within) ** copies)
     across = visits * nbytes / copies * far.ms_per_byte
     latency = far.latency_ms if nodes > 1 else near.latency_ms
@@ -84,7 +85,7 @@ def exchange_ms(
 
 
 def pass_round_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, share: float) -> float:
-    """Each GPU's `nbytes` passed around the whole group in a ring."""
+    """Return the time to pass each GPU's `nbytes` around the whole group in a ring."""
     if size <= 1 or nbytes <= 0:
         return 0.0
     whole = cluster.members_per_node(size, stride) >= size
@@ -100,16 +101,17 @@ class ContextTraffic(NamedTuple):
     shown_ms: float
     """Communication before and after attention."""
     backward: float
-    """Communication of the backward relative to the forward."""
+    """`shown_ms` of the backward, as a multiple of that of the forward."""
 
 
 def context_traffic(
     cluster: Cluster, kind: str, *, kv_bytes: float, heads_bytes: float, size: int, stride: int, share: float
 ) -> ContextTraffic:
-    """`size` GPUs share a sequence, each with `kv_bytes` of keys and values and `heads_bytes` of queries and outputs.
+    """Return the communication of attention if `size` GPUs share a sequence.
 
-    A backward hands keys and values round (or gathers them) once more and reduces their gradients; where heads are
-    divided instead, it moves the gradients of what the forward moved.
+    Each GPU has `kv_bytes` of keys and values and `heads_bytes` of queries and outputs. The backward passes keys and
+    values around (or gathers them) once more and reduces their gradients. If heads are divided instead, it moves the
+    gradients of what the forward moved.
     """
     if kind == "ring":
         return ContextTraffic(pass_round_ms(cluster, kv_bytes, size, stride, share=share), 0.0, 2.0)
@@ -123,5 +125,5 @@ def context_traffic(
 
 
 def nearby(cluster: Cluster, size: int, stride: int) -> int:
-    """The largest divisor of a group's size whose GPUs are within one node."""
+    """Return the largest divisor of `size` for which that many GPUs of the group are within one node."""
     return max(d for d in range(1, size + 1) if size % d == 0 and cluster.members_per_node(d, stride) >= d)

@@ -30,7 +30,7 @@ class Product(NamedTuple):
     cut: Literal["outer", "inner", ""] = "outer"
     """The side that tensor parallelism shards; empty: every GPU of the group computes the whole product."""
     rows: float = 1.0
-    """Rows per token: one for each expert of a token."""
+    """Rows per token, for example the number of experts that process each token."""
     experts: int = 0
     """The rows are distributed over this many weights of the same shape; 0: there is one weight."""
     low_precision: bool = True
@@ -52,7 +52,7 @@ class Work:
     """Saved values per token inside the tensor-parallel region; always sharded."""
     stash_stream_width: float = 0.0
     stash_inner_width: float = 0.0
-    """The part of them that W still needs after I: GEMM inputs and gradients of GEMM outputs."""
+    """The saved values that W still needs after I: GEMM inputs and gradients of GEMM outputs."""
     state_bytes: float = 0.0
     """Saved bytes that do not grow with the width: chunk states, router probabilities; sharded."""
     routed_width: float = 0.0
@@ -64,17 +64,18 @@ class Work:
     """The saved values that only a matrix product reads, which take one byte instead of two under fp8."""
     cheap_stream_width: float = 0.0
     cheap_inner_width: float = 0.0
-    """Of the saved values, those that selective recomputation drops, which is what runtimes have switches for: outputs
-    of the norms before attention and feed-forward, of the experts' activation functions and of latent up-projections,
-    and the experts' outputs before they are weighted. Dense feed-forwards, shared experts and scans have none."""
+    """The saved values that selective recomputation drops, as far as runtimes have switches for it: outputs of the
+    norms before attention and feed-forward, of the experts' activation functions and of latent up-projections, and the
+    experts' outputs before they are weighted. Nothing inside dense feed-forwards, shared experts and scans."""
     cheap_flops: float = 0.0
     """FLOPs of the products that selective recomputation runs again."""
     ring_width: float = 0.0
-    """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
-    hands on one state per slice, which is too little to count.)"""
+    """Values per token that context parallelism passes around: keys and values of softmax attention. (A linear mixer
+    passes on one state per slice, which is too little to count.)"""
 
     heads_width: float = 0.0
-    """Values per token of queries and attention's outputs: what dividing heads instead of tokens moves beside those."""
+    """Values per token of queries and attention outputs, which are moved in addition to `ring_width` if context
+    parallelism divides heads instead of tokens."""
 
     @property
     def gemm_flops(self) -> float:
@@ -82,7 +83,7 @@ class Work:
 
 
 class Size(NamedTuple):
-    """What a layer is given."""
+    """The input of a layer: tokens of a micro-batch, sequence length, and sequences per micro-batch."""
 
     tokens: float
     seq: int

@@ -17,26 +17,30 @@ from octopipe.costs.cluster.setup import Setup
 
 
 def keyword_fields() -> dict[str, Asked]:
-    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
+    """Return the fields that users give by name: keywords of the package's functions, keys of a plan's "setting"."""
     return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
 
 
 def flag_fields(*parts: Part) -> dict[str, Asked]:
-    """The fields that have a flag, those of these parts alone where any is given."""
+    """Return the fields that have a flag, or only those of the given parts."""
     every = fields_of(Setup).items()
     return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
 
 
 def form_fields() -> dict[str, Asked]:
-    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
+    """Return the fields of a page's form: all that have a flag, except files of the machine that serves the page."""
     return {
         name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
     }
 
 
 def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
-    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
-    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
+    """Return the given keywords under the fields' own names, with the values of aliases converted.
+
+    An unknown keyword, or two names of one field, raise an error; the error for an unknown keyword suggests the nearest
+    known one, or one of `others`, which the caller knows. If `lenient`, unknown keywords are left out, and of two names
+    of one field the first counts.
+    """
     fields = keyword_fields()
     older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
     out: dict[str, Any] = {}

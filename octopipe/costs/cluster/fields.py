@@ -33,7 +33,7 @@ Part = Literal["size", "hardware", "batch", "training", "ranks"]
 """The group of a field; flags are grouped accordingly."""
 MAX_SPREAD = 1000.0
 TOWERS = (-1, -1)
-"""Among ranges of layers: all layers of the model's towers, written `towers`."""
+"""The range that stands for all layers of the model's towers; users write `towers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Kind:
     """The type annotation of its keyword."""
 
     def read(self, name: str, value: Any) -> Any:
-        """The stored value for a value from a caller or a JSON file; `name` is the caller's name for it."""
+        """Return the value to store for one from a caller or a JSON file; `name` is the caller's name for it."""
         raise NotImplementedError
 
     def of_text(self, text: str) -> Any:
@@ -163,7 +163,7 @@ class Share(Number):
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges(Kind):
-    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]; `towers` is those of all towers."""
+    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]; `towers` stands for those of all towers."""
 
     accepts = "str | Sequence[Sequence[int]]"
 
@@ -313,7 +313,7 @@ class Words(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Lengths(Kind):
-    """Numbers of tokens, `depth` lists deep; the batch that is made of them checks them (models/lengths.py)."""
+    """Numbers of tokens in lists nested `depth` deep; `models/lengths.py` checks the batch that they form."""
 
     depth: int = 1
 
@@ -334,8 +334,8 @@ class Lengths(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Kind):
-    """How unevenly tokens go to experts: what the busiest rank gets over the mean, or the tokens of every expert, as a
-    list or as a file of them (JSON, or one per line)."""
+    """How unevenly tokens are routed to experts: tokens of the busiest rank over the mean, or the tokens of every
+    expert, as a list or as a file (JSON, or one number per line)."""
 
     accepts = "float | str | Path | Sequence[float]"
 
@@ -435,7 +435,7 @@ def of_text(name: str, how: Asked, text: str) -> Any:
 
 
 def asked(default: Any, kind: Kind, **more: Any) -> Any:
-    """A field of `Setup`."""
+    """Declare a field of `Setup` with its default, its type and the other fields of `Asked`."""
     return dataclasses.field(default=default, metadata={"asked": Asked(kind=kind, **more)})
 
 

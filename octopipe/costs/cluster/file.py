@@ -93,7 +93,7 @@ def count_gpus(nodes: Nodes) -> int:
 
 
 def node_gpus(nodes: Nodes, kind: str | None = None) -> int | None:
-    """GPUs on the fast links of the smallest node (of this kind); None where the file describes none.
+    """Return the GPUs on the fast links of the smallest node (of this GPU kind); None if there is no such node.
 
     >>> node_gpus((("h100", 2, 8), ("a100", 1, 4))), node_gpus((("h100", 2, 8), ("a100", 1, 4)), "h100"), node_gpus(())
     (4, 8, None)
@@ -102,7 +102,7 @@ def node_gpus(nodes: Nodes, kind: str | None = None) -> int | None:
 
 
 def used_gpus(nodes: Nodes, gpus: int) -> list[tuple[str, int]]:
-    """The first so many GPUs of the nodes, entry by entry.
+    """Return the first `gpus` GPUs of the nodes as (GPU, number), entry by entry.
 
     >>> used_gpus((("h100", 1, 8), ("a100", 2, 8), ("l40s", 1, 8)), 12)
     [('h100', 8), ('a100', 4)]
@@ -149,7 +149,7 @@ def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
 
 
 def network_of(ranks: Sequence[RankGpus]) -> Network:
-    """Links between ranks: the slower GPU's fast link within a node, the slower network link across nodes."""
+    """Return the links between ranks: the slower GPU's fast link within a node, its network link between nodes."""
     too_many = over("links between ranks of unequal nodes", len(ranks) * (len(ranks) - 1), MAX_LINKS)
     if too_many:
         raise OctoPipeError(too_many[0])
@@ -167,7 +167,7 @@ def network_of(ranks: Sequence[RankGpus]) -> Network:
 
 
 def memory_bytes(ranks: Sequence[RankGpus], reserve_gib: float | None, default: Any) -> tuple[float, ...]:
-    """Usable memory of every rank, after the reserve."""
+    """Return the usable memory of every rank, after the reserve, which `default` computes if `reserve_gib` is None."""
     out = []
     for rank in ranks:
         kept = default(rank.memory_gib) if reserve_gib is None else reserve_gib

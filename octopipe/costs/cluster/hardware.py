@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links between pipeline ranks: one kind inside a node, another across, exceptions per pair."""
+    """The links between pipeline ranks: one inside nodes, one between nodes, and exceptions for single pairs."""
 
     intra: Link
     inter: Link
@@ -66,7 +66,7 @@ class Network:
 
     @classmethod
     def constant(cls, latency_ms: float) -> Network:
-        """Every transfer between two ranks takes `latency_ms`, whatever its size."""
+        """Return a network in which every transfer between two ranks takes `latency_ms`, whatever its size."""
         link = Link(latency_ms=latency_ms)
         return cls(intra=link, inter=link)
 
@@ -83,7 +83,7 @@ class Network:
 
 
 MOST_FLOWS = 700.0
-"""Flows on one link up to which their number is taken as Poisson distributed, term by term."""
+"""The mean number of flows on one link up to which `busiest_uplink` sums the Poisson distribution term by term."""
 INTRA_LATENCY_MS = 0.003
 INTER_LATENCY_MS = 0.005
 """Start-up time of one transfer inside a node and across nodes. Our choice (no source): a few microseconds,
@@ -122,8 +122,8 @@ class Gpu:
     oversubscription: float = 1.0
     """How much slower links are between GPUs of different pods."""
     flows: int | None = None
-    """Flows per connection that switches spread at random over the uplinks of a pod (ECMP by hash); None: they route
-    by load, and uplinks are used evenly."""
+    """Flows per connection that switches spread at random over the uplinks of a pod (ECMP by hash); None: switches
+    route by load, so that uplinks are used evenly."""
 
     def __post_init__(self) -> None:
         for name in ("name", "generation"):
@@ -162,7 +162,7 @@ class Gpu:
 
     @property
     def between_pods(self) -> float:
-        """How much slower a link is between pods: oversubscription, and flows that meet on one uplink."""
+        """How much slower a link is between pods, because of oversubscription and of flows that share an uplink."""
         if self.pod_gpus is None or self.flows is None:
             return self.oversubscription
         nodes = max(1, self.pod_gpus // self.gpus_per_node)
@@ -175,18 +175,20 @@ class Gpu:
 
 @lru_cache(maxsize=256)
 def busiest_uplink(nodes: int, oversubscription: float, flows: int) -> float:
-    """Load of the busiest uplink of a pod, in links, where every node sends at full speed and each of its `flows` takes
-    an uplink at random: a collective waits for it. Loads are taken as independent and Poisson distributed.
+    """Return the load of the busiest uplink of a pod, which a collective waits for, as a multiple of a link's rate.
+
+    Every node sends at full speed, and each of its `flows` takes an uplink at random. Loads are assumed to be
+    independent and Poisson distributed.
 
     >>> [round(busiest_uplink(32, 1.0, flows), 1) for flows in (1, 16, 1024)]
     [3.5, 1.6, 1.1]
     """
     uplinks, mean = max(1.0, nodes / oversubscription), flows * oversubscription
-    if mean > MOST_FLOWS:  # what is above the mean falls with the root of the number of flows
+    if mean > MOST_FLOWS:  # the excess over the mean falls with the square root of the number of flows
         few = max(1, int(MOST_FLOWS / oversubscription))
         above = busiest_uplink(nodes, oversubscription, few) - oversubscription if few < flows else 0.0
         return oversubscription + above * math.sqrt(few / flows)
-    # The mean of the largest is the sum over k of the chance that it is larger than k.
+    # The expected maximum is the sum over k of the probability that it exceeds k.
     total, term, below = 0.0, math.exp(-mean), 0.0
     for k in range(int(mean + 20 * math.sqrt(mean) + 40)):
         below = min(1.0, below + term)
@@ -250,7 +252,7 @@ GPUS: Mapping[str, Gpu] = _gpus()
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU preset of this name; an unknown one raises an error with the nearest names."""
+    """Return the GPU preset with this name; an unknown name raises an error with the nearest names."""
     found = GPUS.get(str(name).strip().lower())
     if found is None:
         shown = str(name)[:80]
@@ -298,7 +300,7 @@ class Cluster:
     ep: int = 1
     cp: int = 1
     etp: int | None = None
-    """GPUs that divide one expert's matrices; None: the tensor-parallel group, or less where ep leaves less."""
+    """GPUs that one expert's matrices are sharded over; None: derived (`expert_tp`)."""
     hsdp: int = 1
     """Copies of what ZeRO divides: each is divided over dp * cp / hsdp GPUs."""
     gpus_per_node: int | None = None
@@ -356,8 +358,8 @@ class Cluster:
 
     @property
     def expert_tp(self) -> int:
-        """GPUs that share one expert: as given, else the tensor-parallel group, or less where ep is larger than
-        cp * dp."""
+        """GPUs that share one expert: `etp` if given, otherwise the tensor-parallel group, or fewer if ep does not
+        divide cp * dp."""
         if self.etp is not None:
             return self.etp
         if (self.cp * self.dp) % self.ep == 0:
@@ -379,7 +381,7 @@ class Cluster:
         return self.intra_link if size <= self.node_size else self.inter_link
 
     def members_per_node(self, size: int, stride: int = 1) -> int:
-        """Of a group of `size` GPUs `stride` apart, those that share a node."""
+        """Return how many GPUs of a group of `size` GPUs, `stride` apart, share a node."""
         return max(1, min(size, self.node_size // stride))
 
     @property
@@ -391,18 +393,18 @@ class Cluster:
         return Link.of_bandwidth(self.gpu.inter_gb_per_s, INTER_LATENCY_MS)
 
     def link_across(self, span: int) -> Link:
-        """The link between nodes for GPUs that lie up to `span` apart: slower beyond a pod."""
+        """Return the link between nodes for GPUs whose numbers are up to `span` apart; it is slower beyond a pod."""
         if self.gpu.pod_gpus is None or span <= self.gpu.pod_gpus:
             return self.inter_link
         return Link.of_bandwidth(self.gpu.inter_gb_per_s / self.gpu.between_pods, INTER_LATENCY_MS)
 
     @property
     def host_link(self) -> Link:
-        """Between a GPU and its host's memory."""
+        """The link between a GPU and its host's memory."""
         return Link.of_bandwidth(self.gpu.host_gb_per_s, INTER_LATENCY_MS)
 
     def network(self) -> Network:
-        """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""
+        """Return the links between pipeline ranks; each GPU of a rank sends its share over its own link to its peer."""
         per_node = max(1, self.node_size // self.gpus_per_stage)
         inter = self.link_across(2 * self.gpus_per_stage)
         return Network(intra=self.intra_link, inter=inter, ranks_per_node=per_node)

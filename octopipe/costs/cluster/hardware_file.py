@@ -4,15 +4,15 @@ Knows: the file format, and how NICs, a power limit and an oversubscribed networ
 unequal nodes (`file.py`), models or rates.
 
     [gpu]
-    like = "h100"               the preset whose figures hold where none is given below
-    name = "h100-500w"          what the answers call it
+    like = "h100"               the preset whose figures are used if none are given below
+    name = "h100-500w"          its name in the output
     memory_gib = 80             also: bf16_tflops, fp8_tflops, fp4_tflops, hbm_tb_per_s, host_gb_per_s, generation
     power_watts = 500           a limit below the board's own slows the clock by the cube root
 
     [network]
     gpus_per_node = 8           GPUs on the fast links
     inside_gb_per_s = 450       of a GPU inside its node, per direction
-    nics_per_node = 4           with nic_gb_per_s: what a GPU has to other nodes is its share of all NICs
+    nics_per_node = 4           with nic_gb_per_s: a GPU's bandwidth to other nodes is its share of all NICs
     nic_gb_per_s = 50           per direction (400 Gbit/s are 50)
     pod_nodes = 32              nodes that reach each other at full speed
     oversubscription = 2.0      how much slower links are beyond a pod

@@ -20,7 +20,7 @@ from octopipe.base.limits import finite
 from octopipe.costs.cluster.fields import Kind
 
 MAX_ITEMS = 100_000
-"""Of one sequence."""
+"""The most items of one sequence."""
 
 
 @dataclass(frozen=True, slots=True)

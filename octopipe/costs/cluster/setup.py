@@ -87,7 +87,8 @@ class Setup:
         "(ulysses), or ulysses within a node and a ring between nodes (hierarchical)", unless_given="ring",
     )  # fmt: skip
     """How the GPUs of one sequence obtain each other's keys and values: a ring that overlaps with attention; an
-    all-gather before it; an all-to-all that divides heads instead of tokens; or that in a node and a ring between."""
+    all-gather before it; an all-to-all that divides heads instead of tokens; or such an all-to-all within a node and a
+    ring between nodes."""
     ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
     etp: int | None = asked(
@@ -95,7 +96,7 @@ class Setup:
         words="expert-tensor-parallel size: GPUs that the matrices of one expert are sharded over",
         unless_given="tp, or less if ep is larger than cp x dp",
     )  # fmt: skip
-    """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
+    """None: the tensor-parallel group, or fewer GPUs if ep does not divide cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
     dp: int = asked(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
     """Number of data-parallel pipelines."""
@@ -145,13 +146,13 @@ class Setup:
         None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
         words="precision of gradients", unless_given="fp32; bf16 with fp8",
     )  # fmt: skip
-    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
+    """Precision in which gradients are kept and reduced; None: fp32, or bf16 if `precision` is not bf16."""
     states: States = asked(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
         words="optimizer state: fp32 weights and moments, with bf16 moments, or bf16 moments only", unless_given="fp32",
     )  # fmt: skip
-    """An fp32 weight and two fp32 moments; an fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments alone, where
-    the optimizer updates bf16 weights."""
+    """fp32: an fp32 weight and two fp32 moments; bf16-moments: an fp32 weight and bf16 moments (DeepSeek-V3); bf16:
+    only bf16 moments, so that the optimizer updates bf16 weights."""
     recompute: Recompute = asked(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
         words="activations to recompute: cheap ones (selective), all (full), or as many as needed to fit (auto)",
@@ -203,7 +204,7 @@ class Setup:
         words="share of the optimizer state that is kept in host memory and updated by the CPU, from 0 to 1",
         unless_given="0",
     )  # fmt: skip
-    """Of what a GPU would hold after ZeRO's division."""
+    """A share of the optimizer state that a GPU would hold after ZeRO's sharding."""
     offload_layers: int | None = asked(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
@@ -271,10 +272,10 @@ class Setup:
         (), Lengths(), part="batch", has_flag=False, words="per micro-batch, the common length of its sequences"
     )
     samples: int | None = asked(None, Whole(), part="batch", optional=True, has_flag=False, is_keyword=False)
-    """Sequences per pipeline and step, where they differ in length; `seq` is then that of the micro-batch that prices
-    are relative to."""
+    """Sequences per pipeline and step, if they differ in length; `seq` is then the length of the micro-batch that
+    prices are relative to."""
     batch: str | None = asked(None, Words(), part="batch", optional=True, has_flag=False, is_keyword=False)
-    """How micro-batches are made of them, in words."""
+    """A description of how micro-batches are made of these sequences."""
 
     def __post_init__(self) -> None:
         for name, how in fields_of(type(self)).items():
@@ -309,7 +310,7 @@ class Setup:
                 f"{self.gpu.name}; reserve less"
             )
 
-    # -- what follows from it ----------------------------------------------------------------------------------------
+    # -- derived values ----------------------------------------------------------------------------------------------
 
     @property
     def num_gpus(self) -> int:
@@ -337,12 +338,12 @@ class Setup:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of one parameter's optimizer state, its fp32 weight included where there is one."""
+        """Bytes of one parameter's optimizer state, including its fp32 weight if there is one."""
         return {"fp32": 12.0, "bf16-moments": 8.0, "bf16": 4.0}[self.states]
 
     @property
     def peak_flops_per_ms(self) -> float | None:
-        """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
+        """The mean data-sheet peak of the GPUs in use, in the run's precision; None if they are not known."""
         if self.gpu is None:
             return None
         kinds = [(gpu(name), number) for name, number in self.used_gpus] or [(self.gpu, self.num_gpus)]
@@ -351,7 +352,7 @@ class Setup:
 
     @property
     def used_gpus(self) -> list[tuple[str, int]]:
-        """Of unequal nodes, the GPUs that pipeline ranks take, in order; empty without a cluster file."""
+        """The GPUs of unequal nodes that ranks use, as (GPU, number) in order; empty without a cluster file."""
         return used_gpus(self.nodes, self.num_gpus)
 
     @property
@@ -360,13 +361,13 @@ class Setup:
 
     @property
     def reserved_gib(self) -> float:
-        """Kept free on every GPU. A capacity that was given outright is meant to be used, unless a reserve was too."""
+        """GiB kept free on every GPU. A given `memory_gib` may be used entirely, unless a reserve is given as well."""
         if self.reserve_gib is not None:
             return self.reserve_gib
         return 0.0 if self.memory_gib or self.gpu is None else default_reserve_gib(self.gpu.memory_gib)
 
     def rank_memory_bytes(self) -> tuple[float, ...]:
-        """What a plan may fill on every pipeline rank; empty: no limit is known."""
+        """Return the bytes that a plan may use on every pipeline rank; empty if no limit is known."""
         limits = self.memory_gib or (() if self.gpu is None else (self.gpu.memory_gib,))
         usable = tuple(gib - self.reserved_gib for gib in limits)
         if any(gib <= 0 for gib in usable):
@@ -374,7 +375,7 @@ class Setup:
         return tuple(gib * GIB for gib in usable)
 
     def busiest_expert_rank(self, experts: int) -> float:
-        """Tokens of the busiest rank of an expert group over the mean; a rank holds neighbouring experts."""
+        """Return the tokens of the busiest rank of an expert group over the mean; a rank holds consecutive experts."""
         if len(self.imbalance) < 2:
             return self.imbalance[0] if self.imbalance and self.ep > 1 else 1.0
         if len(self.imbalance) != experts:
@@ -383,11 +384,11 @@ class Setup:
 
     @property
     def host_link(self) -> Link | None:
-        """The link to host memory that was given outright; otherwise the GPU's or the profile's holds."""
+        """The link to host memory with the given rate; None: that of the GPU or the profile applies."""
         return None if self.host_gb_per_s is None else Link.of_bandwidth(self.host_gb_per_s, INTER_LATENCY_MS)
 
     def cluster(self) -> Cluster:
-        """The GPUs and links this set-up lies on."""
+        """Return the GPUs and links that this set-up uses."""
         if self.gpu is None:
             raise OctoPipeError("the set-up names no GPU; give one (`octopipe gpus` lists them)")
         return Cluster(
@@ -407,14 +408,14 @@ class Setup:
     def with_micro_batches(self, micro_batches: int) -> Setup:
         return replace(self, micro_batches=micro_batches)
 
-    # -- how it is told ----------------------------------------------------------------------------------------------
+    # -- as text and JSON --------------------------------------------------------------------------------------------
 
     def words(self) -> str:
-        """One line: what the numbers beside it are for."""
+        """Describe the set-up in one line, which is shown with the numbers that it applies to."""
         return words_of(self)
 
     def recompute_words(self) -> str:
-        """`none`, `selective recomputation`, `12 layers recomputed`."""
+        """Describe the recomputation: `none`, `selective recomputation`, `12 layers recomputed`."""
         if self.recompute_layers is not None:
             return f"{self.recompute_layers} layers recomputed"
         return "none" if self.recompute == "none" else f"{self.recompute} recomputation"
@@ -431,7 +432,7 @@ class Setup:
 
 
 def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
-    """The set-up in a JSON object as `Setup.as_dict` writes it; keys that follow from others are ignored."""
+    """Return the set-up in a JSON object that `Setup.as_dict` wrote; keys that are derived from others are ignored."""
     known = {name: record[name] for name in fields_of(Setup) if record.get(name) is not None}
     if record.get("seq", 0) is None:
         known["seq"] = None
@@ -442,8 +443,8 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
 
 
 def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
-    """The layers that full recomputation runs again inside the backward: all between embedding and head, or `count` of
-    them, spread evenly."""
+    """Return the layers that full recomputation runs again inside the backward: all between embedding and head, or
+    `count` of them, spread evenly."""
     inner = num_layers - 2
     count = inner if count is None else min(count, inner)
     return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def words_of(setup: Setup) -> str:
-    """One line: what the numbers beside it are for."""
+    """Describe a set-up in one line, which is shown with the numbers that it applies to."""
     if setup.gpu is None:
         where = f"measured times: pp {setup.pp}" + (f", dp {setup.dp}" if setup.dp > 1 else "")
     else:
@@ -54,7 +54,7 @@ def words_of(setup: Setup) -> str:
 
 
 def _items(setup: Setup) -> str:
-    """What an encoder reads, where the model has one."""
+    """Describe what the model's encoder reads; empty if the set-up states nothing about an encoder."""
     size = "" if setup.encoder_seq is None else f", {setup.encoder_seq} positions each"
     low, high = min(setup.images, default=1.0), max(setup.images, default=1.0)
     count = f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -40,7 +40,10 @@ def derived_sizes(
 
 
 def micro_batches_of(*, global_batch: int | None, micro_batch_size: int, dp: int, pp: int, given: int | None) -> int:
-    """Micro-batches per pipeline and step: as given, as the global batch says, or 2 x pp."""
+    """Return the micro-batches per pipeline and step: the given number, that of the global batch, or 2 x pp.
+
+    Raise an error if the given number and the global batch contradict each other.
+    """
     if global_batch is None:
         return given or 2 * pp
     Whole().read("global_batch", global_batch)

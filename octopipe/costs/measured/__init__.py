@@ -17,16 +17,16 @@ AUTHORS = FOLDER / "h800"
 PUBLISHED_RUNS = FOLDER / "published-runs.csv"
 """Training runs that others published: their splits and what they reached."""
 PUBLISHED_MODELS = FOLDER / "published-models.csv"
-"""Dimensions of the models among them that are no presets."""
+"""Dimensions of the models of those runs that are not presets."""
 STACKS_FILE = FOLDER / "stacks.json"
 """Rates of training stacks, fitted to those runs."""
 
 
 def measured_models() -> list[str]:
-    """Names that stand for a file of measured layer times wherever a model is asked for: `device/model`."""
+    """Return the names (`device/model`) that users may give as a model to use a file of measured layer times."""
     return sorted(f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.json"))
 
 
 def measured_file(name: str) -> Path | None:
-    """The file behind such a name; None where there is none."""
+    """Return the file with such a name, or None if there is none."""
     return FOLDER / f"{name}.json" if name in measured_models() else None

@@ -38,7 +38,8 @@ class _Trace(msgspec.Struct):
 
 
 def looks_like_trace(head: bytes) -> bool:
-    """Whether a file that begins so is a trace: an object that holds events, after other keys often, or a list."""
+    """Return whether a file with this beginning is a trace: a list of events, or an object with a key for events, which
+    often follows other keys."""
     start = head.lstrip()
     return b'"traceEvents"' in head or b'"deviceProperties"' in head or start.startswith((b'[{"ph"', b'[\n{"ph"'))
 
@@ -53,7 +54,7 @@ def read_trace(data: bytes, where: str) -> Recording:
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(f"{where}: not a trace of torch.profiler ({why}); export it again") from None
-    # Times count from the machine's start: beside those a short event's length would be rounded away.
+    # Times count from the machine's start; added to such large numbers, a short event's length would be rounded away.
     first = min((event.ts for event in events if event.ph == "X"), default=0.0)
     marks: list[Span] = []
     modules: list[Span] = []

@@ -23,10 +23,10 @@ from octopipe.costs.readers.spans import HOW, Kernel, LayerTimes, Recording, Spa
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 MAX_ROWS = 1 << 22
-"""Of all tables together: about two gigabytes as they are held here, and some minutes of a recording."""
+"""The most rows of all tables together: about two gigabytes in memory here, and some minutes of a recording."""
 MAX_SECONDS = 60.0
 MAX_NAME = 4096
-"""Letters of a range's name that are looked at."""
+"""How many characters of a range's name are read."""
 _TABLES = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
 _OPERATOR = re.compile(r"^(.*?)(?:, op_id = \d{1,18})?, seq = (\d{1,18})\b.*$")
 _RANGES = (59, 60)
@@ -50,10 +50,10 @@ _FIRST, _LAST = ("embed", "wte"), ("head", "loss", "output", "logits")
 
 
 def read_nsight_sqlite(path: str | Path, where: str) -> Recording:
-    """The spans and kernels in an exported SQLite file, which is only ever read.
+    """Read the spans and kernels in an exported SQLite file, without writing to it.
 
-    The file may be anybody's: its tables are read one by one and joined here, where an id can match once only, and the
-    whole takes at most `MAX_ROWS` rows and `MAX_SECONDS`.
+    The file may come from an untrusted source: its tables are read one by one and joined here, where an id can match
+    only once, and reading is limited to `MAX_ROWS` rows and `MAX_SECONDS`.
     """
     try:
         base = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
@@ -104,7 +104,8 @@ def _recording(base: sqlite3.Connection, where: str) -> Recording:
 
 
 def _columns(base: sqlite3.Connection, table: str, where: str) -> set[str]:
-    """A table's columns; one that is computed when it is read is not what nsys writes, and may never end."""
+    """Return a table's columns. Raise an error for a virtual table or a column that is computed when it is read: nsys
+    writes none, and reading them may never end."""
     sql = base.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)).fetchone()[0]
     if not isinstance(sql, str) or re.match(r"\s*CREATE\s+VIRTUAL", sql, re.IGNORECASE):
         raise OctoPipeError(f"{where}: {table} is not a plain table; export it again with nsys")
@@ -137,7 +138,7 @@ def _kernels(
     for thread, number, start in base.execute(
         "SELECT globalTid, correlationId, start FROM CUPTI_ACTIVITY_KIND_RUNTIME"
     ):
-        # A process id is the upper part of a thread's: correlation ids begin anew in every process.
+        # A process id is the upper part of a thread id. Correlation ids start again in every process.
         if not isinstance(thread, int) or not isinstance(start, int):
             continue
         key = (thread // 0x1000000 if process != "NULL" else None, number)
@@ -166,7 +167,7 @@ def looks_like_stats(text: str) -> bool:
 
 
 def read_nsight_csv(text: str, where: str) -> LayerTimes:
-    """Layer times from a report about NVTX ranges; lines before the header (`Processing ...`) are passed over."""
+    """Read layer times from a report about NVTX ranges; lines before the header (`Processing ...`) are skipped."""
     at = _header(text)
     if at is None:
         raise OctoPipeError(f"{where}: not a report of nsys stats about NVTX ranges; use --report nvtx_gpu_proj_sum")
@@ -226,7 +227,10 @@ def _number(text: str | None, where: str, line: int) -> float:
 
 
 def _place(label: str, where: str) -> tuple[int, int]:
-    """Where a layer stands in the model: a summary is sorted by time, so only its name can say."""
+    """Return a key that sorts layers by their position in the model.
+
+    A summary is sorted by time, so the position is read from the layer's name; an error says so if it has none.
+    """
     number = re.findall(r"\d+", label)
     if number:
         return (1, int(number[-1][:9]))

@@ -41,14 +41,14 @@ BACKWARD = "autograd::engine::evaluate_function: "
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one host thread; times in µs."""
+    """A named time range on one host thread; times in µs."""
 
     name: str
     thread: object
     start: float
     stop: float
     sequence: int | None = None
-    """Autograd's number of an operator, or of the operator whose backward this is."""
+    """Autograd's sequence number of this operator, or of the forward operator whose backward this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a profiler has seen."""
+    """What a profiler recorded."""
 
     marks: Sequence[Span] = ()
     """Ranges that users (record_function, NVTX) have named."""
@@ -71,12 +71,12 @@ class Recording:
     operators: Sequence[Span] = ()
     """Operators, forward and backward."""
     kernels: Sequence[Kernel] = ()
-    """Computation on devices, without collectives; empty where all of it is the host's."""
+    """Computation on devices, without collectives; empty if all computation ran on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Times per layer as a tool knows them: `backward_ms` where I and W are not apart."""
+    """Times per layer as a tool reports them: `backward_ms` if I and W were not timed separately."""
 
     names: tuple[str, ...]
     forward_ms: tuple[float, ...] = ()
@@ -84,18 +84,18 @@ class LayerTimes:
     input_ms: tuple[float, ...] = ()
     weight_ms: tuple[float, ...] = ()
     total_ms: tuple[float, ...] = ()
-    """F and B together, where nothing else is known."""
+    """F plus B, if only their sum is known."""
     notes: tuple[str, ...] = field(default=())
 
 
 def phase_of(name: str) -> tuple[str, str] | None:
-    """The layer and the phase a span's name speaks of."""
+    """Return the layer and the phase that a span's name states, or None if it states no phase."""
     found = _NAMED.match(name.strip())
     return (found[1].strip(), _PHASES[found[2].lower()]) if found else None
 
 
 def layer_times(recording: Recording, where: str) -> LayerTimes:
-    """The layers of a recording, or one line about what is missing."""
+    """Return the times of the layers in a recording. Raise an error that states what is missing if there are none."""
     named = [span for span in recording.marks if phase_of(span.name)]
     if len({phase_of(span.name)[0] for span in named if phase_of(span.name)[1] == "forward"}) >= 2:  # type: ignore[index]
         return _of_named(named, recording, where)
@@ -109,7 +109,7 @@ def layer_times(recording: Recording, where: str) -> LayerTimes:
     )
 
 
-# -- spans that say their phase ------------------------------------------------------------------------
+# -- spans whose names state their phase ---------------------------------------------------------------
 
 
 def _of_named(named: Sequence[Span], recording: Recording, where: str) -> LayerTimes:
@@ -125,7 +125,7 @@ def _of_named(named: Sequence[Span], recording: Recording, where: str) -> LayerT
 
 
 def named_times(table: dict[str, dict[str, float]], where: str, notes: Sequence[str] = ()) -> LayerTimes:
-    """Times by label and phase, in the order of the table."""
+    """Return the layer times of a table {label: {phase: ms}}, in its order. Raise an error if a phase is missing."""
     if not table:
         raise OctoPipeError(f"{where}: no range is named after a layer's forward; {HOW}")
     if over("layers", len(table), MAX_LAYERS):
@@ -153,11 +153,11 @@ def named_times(table: dict[str, dict[str, float]], where: str, notes: Sequence[
     return LayerTimes(names=tuple(table), forward_ms=forward, backward_ms=backward, notes=tuple(notes))
 
 
-# -- what a span costs ---------------------------------------------------------------------------------
+# -- the time of a span --------------------------------------------------------------------------------
 
 
 class _Busy:
-    """The work inside stretches of a thread: kernels launched there, or operators run there."""
+    """The work in time ranges of a thread: the kernels launched there, or without a device the operators run there."""
 
     def __init__(self, recording: Recording):
         self.on_device = bool(recording.kernels)
@@ -171,7 +171,7 @@ class _Busy:
         self._starts = {thread: [s.start for s in all_] for thread, all_ in self._operators.items()}
 
     def of(self, thread: object, start: float, stop: float) -> float:
-        """ms of work begun between the two times."""
+        """Return the ms of work that began between the two times."""
         if self.on_device:
             return self._of_kernels(thread, start, stop)
         starts = self._starts.get(thread, [])
@@ -192,7 +192,7 @@ class _Busy:
 
 
 def outermost(spans: Iterable[Span]) -> list[Span]:
-    """Spans of a thread that lie in no other."""
+    """Return the spans that lie inside no other span of their thread."""
     out, until = [], dict[object, float]()
     for span in sorted(spans, key=lambda s: (s.start, -s.stop)):
         if span.start >= until.get(span.thread, float("-inf")):
@@ -201,7 +201,7 @@ def outermost(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-# -- spans that are layers by where they stand ---------------------------------------------------------
+# -- layers recognised by their position among nested spans --------------------------------------------
 
 
 def _marks(recording: Recording) -> list[Span]:
@@ -210,7 +210,7 @@ def _marks(recording: Recording) -> list[Span]:
 
 @dataclass(slots=True)
 class _Node:
-    """A name below other names; calls of one name in one place are one node."""
+    """A span name in the tree of nested spans; all calls of a name below the same parents are one node."""
 
     children: dict[str, _Node] = field(default_factory=dict)
     inside: int = 0
@@ -226,7 +226,7 @@ class _Call:
 
 
 class _Found:
-    """Layers found among nested spans, and their times by autograd's links."""
+    """Layers found among nested spans, and their times; autograd's sequence numbers link backward to forward."""
 
     def __init__(self, spans: list[Span], layers: list[str], recording: Recording, where: str):
         self.layers, self.where, self.busy = layers, where, _Busy(recording)
@@ -248,7 +248,11 @@ class _Found:
 
     @staticmethod
     def layers_in(spans: Sequence[Span]) -> list[str]:
-        """Names of the layers: what repeats below the span that holds most of the others; [] where nothing does."""
+        """Return the names of the layers, or [] if none are found.
+
+        They are children of the innermost span that contains most of the other spans: the largest ones, and those whose
+        names differ from theirs only in numbers.
+        """
         root = _Node()
         path: dict[object, list[tuple[float, _Node]]] = defaultdict(list)
         for span in sorted(spans, key=lambda s: (s.start, -s.stop)):
@@ -309,7 +313,7 @@ class _Found:
         )
 
     def _limits(self, number: int) -> tuple[float, float]:
-        """From where to where a pass reaches: what surrounds its layers, up to its backward."""
+        """Return the start and the end of a pass: what surrounds its layers, up to its backward."""
         spans = self.calls[number].spans
         first, last = spans[0].start, spans[-1].stop
         stop = min((s.start for s in self.backward if s.start >= last), default=float("inf"))
@@ -339,7 +343,7 @@ class _Found:
         for span in self.backward:
             found = owner.get(span.sequence) if span.sequence is not None else None
             if found is None and span.name.endswith("AccumulateGrad"):
-                found = last.get(span.thread)  # adds what the function before it has computed
+                found = last.get(span.thread)  # accumulates what the backward function before it computed
             if found is not None:
                 call, k = found
                 call.backward[k] += self.busy.kernels(span) if self.busy.on_device else (span.stop - span.start) / 1e3
@@ -366,7 +370,7 @@ def _inside(spans: Sequence[Span], thread: object) -> Callable[[float], bool]:
 
 
 def _calls(spans: Sequence[Span], layers: Sequence[str]) -> list[_Call]:
-    """Passes through all layers in order; parts of passes at the edges of a recording are left out."""
+    """Return the passes through all layers in order; incomplete passes at the edges of a recording are left out."""
     calls: list[_Call] = []
     run: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start):

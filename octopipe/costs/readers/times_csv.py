@@ -31,7 +31,7 @@ _GOOD = ({"total"}, {"forward"}, {"forward", "backward"}, {"forward", "input", "
 
 
 def looks_like_times(text: str) -> bool:
-    """Whether a text is such a CSV: the second line is numbers, perhaps after a label."""
+    """Return whether a text is such a CSV: its second line consists of numbers, possibly after a label."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not 2 <= len(lines) <= 5:
         return False
@@ -41,7 +41,7 @@ def looks_like_times(text: str) -> bool:
 
 
 def read_times_csv(text: str, where: str) -> LayerTimes:
-    """Times per layer in ms; a line without a label is F and B together."""
+    """Read times per layer in ms; a line without a label is F plus B."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if any(c.strip() for c in row)]
     if len(rows) < 2:
         raise OctoPipeError(f"{where}: one line only; give a line of names or numbers and a line of times in ms")

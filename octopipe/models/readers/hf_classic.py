@@ -1,4 +1,4 @@
-"""Decoders in the line of GPT-2: blocks of attention and an MLP without a gate, with the older names of config keys.
+"""Decoders similar to GPT-2: blocks of attention and an MLP without a gate, with the older names of config keys.
 
 Knows: those names, the learned positions, biases and shared key/value heads of each family. Does not know: gated
 decoders (`hf_decoder.py`) or hybrids (`hf_hybrids.py`).
@@ -52,11 +52,11 @@ CLASSICS: Mapping[str, Classic] = MappingProxyType(
         "starcoder2": Classic(positions=None),
     }
 )
-"""Model types of this line."""
+"""The model types that are read this way."""
 
 
 def classic(config: Config, family: Classic) -> tuple[Layer, ...]:
-    """Embedding, one kind of block, head."""
+    """Return the layers of such a decoder: embedding, equal blocks, and head."""
     h = config.size("hidden_size", "n_embd", "d_model")
     heads = config.size("num_attention_heads", "n_head", "num_heads", "n_heads")
     vocab = config.size("vocab_size", default=50257)
@@ -96,7 +96,7 @@ def classic(config: Config, family: Classic) -> tuple[Layer, ...]:
 
 
 def _kv_heads(config: Config, heads: int) -> int:
-    """Falcon and StarCoder say with flags of their own that keys and values have one head, or how many."""
+    """Return the number of key/value heads, which Falcon and StarCoder (gpt_bigcode) state with keys of their own."""
     if config.get("model_type") == "falcon":
         if config.flag("new_decoder_architecture"):
             return config.size("num_kv_heads", default=heads)
@@ -108,7 +108,7 @@ def _kv_heads(config: Config, heads: int) -> int:
 
 
 def _inner(config: Config, hidden: int) -> int:
-    """Width of the MLP where the config does not name it."""
+    """Return the width of the MLP if the config does not state it directly."""
     return config.size("expansion_ratio", default=4) * hidden
 
 

@@ -34,10 +34,10 @@ def from_config(
     where: str | None = None,
     known_families: bool = False,
 ) -> ModelSpec:
-    """The model a config describes: a path to `config.json` (or its folder), or the decoded object.
+    """Return the model that a config describes; `source`: a `config.json`, its folder, or the decoded object.
 
-    A family that is not known is read as a usual decoder, with a warning; with `known_families` it is an error, for
-    callers who can do without and would rather have no answer than one that may be wrong.
+    An unknown family is read as a usual decoder, with a warning. With `known_families` it is an error, for callers that
+    can do without the model and prefer an error to a model that may be wrong.
     """
     if isinstance(source, Mapping):
         data, where, name = source, where or "config", name if name is None else letters(name)
@@ -67,7 +67,7 @@ def from_config(
         _check_decoder(outer)
         return _read(config, kind, name or kind, known_families=known_families)
     except OctoPipeError as error:
-        text = str(error)  # a layer's own complaint does not know the file
+        text = str(error)  # the error of a layer does not name the file
         raise OctoPipeError(text if text.startswith(where) else f"{where}: {text}") from None
     except (ArithmeticError, ValueError) as error:
         why = " ".join(str(error).split())[:120]
@@ -91,13 +91,16 @@ def _eps(config: Config) -> float:
 
 
 def _names_text_model(config: Config) -> bool:
-    """Whether the config names the class of its text model alone, as transformers reads it."""
+    """Return whether the config's architecture is only the text model, which is then all that transformers loads."""
     names = [str(item) for item in config.items("architectures") or []]
     return bool(names) and all(name.endswith("ForCausalLM") for name in names)
 
 
 def _check_usual(config: Config, kind: str, *, known_families: bool) -> None:
-    """An unknown family is read as a usual decoder, and that is said, once; not where it is known to be another."""
+    """Warn, once per file, that a family is unknown and is read as a usual decoder.
+
+    Raise an error instead if the family is known to differ from it, or if `known_families` is set.
+    """
     alien = [brief(key) for key in sorted(map(str, config.data)) if key.startswith(("mamba_", "ssm_", "rwkv"))]
     why = OTHERWISE.get(kind) or (alien[0] if alien else None)
     if why is not None:
@@ -115,7 +118,7 @@ def _check_usual(config: Config, kind: str, *, known_families: bool) -> None:
 
 @cache
 def _warn(where: str, kind: str) -> None:
-    """Say it once for each file."""
+    """Log the warning, once for each file."""
     log.warning(
         "%s: model type %s is not known here: read as a usual decoder with a gated MLP, which it may not be; "
         "`octopipe profile` measures the model itself",
@@ -126,7 +129,7 @@ def _warn(where: str, kind: str) -> None:
 
 log = logging.getLogger("octopipe.readers")
 TOWERS = ("vision", "visual", "image", "video", "audio", "speech", "qformer", "perceiver", "vq_", "encoder_config")
-"""How keys begin (or, for LLaVA's own, go on after `mm_`) whose value describes another tower than the decoder."""
+"""The beginnings of keys whose values describe another part than the decoder (for LLaVA's own keys: after `mm_`)."""
 ENCODERS = frozenset(
     """
     albert bart bert bigbird_pegasus blenderbot blenderbot-small camembert canine clip convbert data2vec-text
@@ -142,7 +145,7 @@ ENCODERS = frozenset(
 
 
 def _refuse_other_parts(data: Mapping[str, object], where: str) -> None:
-    """Say so where a config describes more than is read: nothing is left out of a plan in silence."""
+    """Raise an error if a config describes parts that are not read, so that no plan silently leaves them out."""
     for key, value in data.items():
         name = str(key).removeprefix("mm_")
         tower = isinstance(value, dict) or (isinstance(value, str) and str(key).startswith("mm_"))

@@ -35,13 +35,13 @@ from octopipe.models.spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A config's keys with checks: every wrong value names the file, the key and the mend."""
+    """A config's keys with checks: the error for a wrong value names the file, the key and the remedy."""
 
     data: Mapping[str, object]
     where: str
 
     def get(self, *keys: str) -> object:
-        """The first of these keys that is there and not null."""
+        """Return the value of the first of these keys that is present and not null, or None."""
         return next((self.data[key] for key in keys if self.data.get(key) is not None), None)
 
     def has(self, *keys: str) -> bool:
@@ -72,7 +72,7 @@ class Config:
 
     def flag(self, *keys: str, default: bool = False) -> bool:
         value = self.get(*keys)
-        if value not in (None, False, True):  # 0 and 1 are taken for them
+        if value not in (None, False, True):  # 0 and 1 are accepted as well
             raise OctoPipeError(f'{self.where}: "{keys[0]}" is {brief(value)}; give true or false')
         return default if value is None else bool(value)
 
@@ -83,7 +83,7 @@ class Config:
         return value
 
     def part(self, key: str) -> Config:
-        """A nested object, empty where it is left out."""
+        """Return a nested object, empty if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise OctoPipeError(f'{self.where}: "{key}" is a JSON {kind_of(value)}; give an object')
@@ -98,7 +98,7 @@ class Config:
         return self.count("num_hidden_layers", "n_layer")
 
     def count(self, *keys: str) -> int:
-        """A number of layers."""
+        """Return a number of layers, checked to be within limits."""
         count = self.size(*keys)
         if not 1 <= count <= MAX_LAYERS:
             raise OctoPipeError(f'{self.where}: "{keys[0]}" is {count}; give 1 to {MAX_LAYERS}')
@@ -110,7 +110,7 @@ class Family:
     """How a family differs from the plain decoder (LLaMA)."""
 
     qkv_bias: bool | None = None
-    """None: the config's attention_bias, False where it is left out."""
+    """None: the config's attention_bias, or False if that is missing."""
     out_bias: bool | None = None
     """None: as qkv_bias."""
     qk_norm: bool = False
@@ -120,9 +120,9 @@ class Family:
     """Default of tie_word_embeddings."""
     activation: Activation | None = None
     window_always: bool = False
-    """sliding_window holds for every layer (Mistral) unless layer_types says otherwise."""
+    """Whether sliding_window applies to every layer (Mistral), unless layer_types says otherwise."""
     full_every: int = 0
-    """Where layer_types is left out: every n-th layer is full attention, the others are sliding or linear."""
+    """If layer_types is missing: every n-th layer has full attention, the others have sliding or linear attention."""
     linear_first: bool = True
     moe_bias: bool = False
     sinks: bool = False
@@ -139,7 +139,7 @@ class Family:
 
 
 def _layer_types(config: Config, family: Family) -> list[str]:
-    """One of full, sliding or linear for every block."""
+    """Return the kind of attention of every block: full, sliding or linear."""
     count = config.blocks
     kinds = config.items("layer_types")
     if kinds is None and config.has("attn_type_list"):  # MiniMax-Text-01: 1 is softmax attention
@@ -309,7 +309,7 @@ def _feed_forward(config: Config, family: Family, sparse: bool) -> Mlp | Moe:
 
 
 def decoder(config: Config, family: Family) -> tuple[Layer, ...]:
-    """A stack of blocks, each a mixer and a feed-forward layer."""
+    """Return the layers of a decoder: embedding, blocks of mixer and feed-forward, prediction modules, and head."""
     h, vocab = config.hidden, config.size("vocab_size")
     kinds = _layer_types(config, family)
     window = config.size("sliding_window", default=0) or None

@@ -1,7 +1,7 @@
 """Hugging Face decoders with state-space layers: Nemotron-H, Jamba, Bamba, Granite 4, Mamba and Mamba-2.
 
-Knows: where each family keeps its pattern of layers and the sizes of its state-space mixers. Does not know: decoders of
-attention alone (`hf_decoder.py`, `hf_classic.py`), nor which model type a config has (`hf_config.py`).
+Knows: where each family keeps its pattern of layers and the sizes of its state-space mixers. Does not know: decoders
+with attention only (`hf_decoder.py`, `hf_classic.py`), or which model type a config has (`hf_config.py`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def jamba(config: Config) -> tuple[Layer, ...]:
 
 
 def bamba(config: Config) -> tuple[Layer, ...]:
-    """Blocks of Mamba-2, or of attention at the places the config lists, each with a gated MLP."""
+    """Bamba: blocks of Mamba-2, or of attention at the positions that the config lists, each with a gated MLP."""
     places = config.items("attn_layer_indices") or []
     mlp = Mlp(hidden=config.hidden, ffn=config.size("intermediate_size"), bias=config.flag("mlp_bias"))
     mixers: dict[bool, Layer] = {True: _attention(config), False: _mamba2(config)}
@@ -118,7 +118,7 @@ def bamba(config: Config) -> tuple[Layer, ...]:
 
 
 def granite_hybrid(config: Config) -> tuple[Layer, ...]:
-    """Granite 4: blocks of Mamba-2 or attention, with experts beside a shared expert, or with the shared one alone."""
+    """Granite 4: blocks of Mamba-2 or attention, with experts and a shared expert, or with only the shared expert."""
     h, shared = config.hidden, config.size("shared_intermediate_size", default=1024)
     experts = config.size("num_local_experts", default=8)
     ffn: Mlp | Moe = Mlp(hidden=h, ffn=shared)
@@ -136,7 +136,7 @@ def granite_hybrid(config: Config) -> tuple[Layer, ...]:
 
 
 def mamba(config: Config) -> tuple[Layer, ...]:
-    """Mamba and Falcon-Mamba: nothing but selective scans."""
+    """Mamba and Falcon-Mamba: only selective scans."""
     h = config.hidden
     rank = config.get("time_step_rank")
     mixer = Mamba1(
@@ -151,7 +151,7 @@ def mamba(config: Config) -> tuple[Layer, ...]:
 
 
 def mamba2(config: Config) -> tuple[Layer, ...]:
-    """Nothing but Mamba-2 mixers."""
+    """Mamba-2: only Mamba-2 mixers."""
     mixer = Mamba2(
         hidden=config.hidden,
         heads=config.size("num_heads", default=128),
@@ -165,7 +165,7 @@ def mamba2(config: Config) -> tuple[Layer, ...]:
 
 
 def _mamba2(config: Config) -> Mamba2:
-    """As Bamba and Granite name its sizes."""
+    """Return the Mamba-2 mixer of a config that names its sizes as Bamba and Granite do."""
     heads = config.size("mamba_n_heads", default=128)
     inner = config.size("mamba_expand", default=2) * config.hidden
     auto = config.get("mamba_d_head") in (None, "auto")

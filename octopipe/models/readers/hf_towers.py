@@ -4,8 +4,8 @@ Knows: the keys that towers of transformers' models have in common, how many tok
 the keys of encoder-decoders built like T5 and like BART. Does not know: the text model's own keys (`hf_decoder.py`), or
 transformers, which is never imported.
 
-The layers stand in the order in which `octopipe.huggingface.layers` cuts the same model, one for each of its pieces, so
-that a plan made from a config is a plan for the model itself.
+The layers are in the order in which `octopipe.huggingface.layers` divides the same model, one for each of its pieces,
+so that a plan made from a config is a plan for the model itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from octopipe.models.towers import CrossAttention, CrossBlock, Join, Projection,
 
 ANY_SIZE_TOKENS = 1024
 """Tokens of an image for models that take images of any size (our choice; an image of 896 x 896 pixels for Qwen2.5-VL).
-The set-up's encoder_seq says otherwise."""
+The set-up's encoder_seq overrides it."""
 GATED = ("qwen2_5_vl", "pixtral", "glm4v", "qwen2_5_omni")
-"""How the model types of towers begin whose feed-forwards have a gate."""
+"""The beginnings of the model types of towers whose feed-forward layers have a gate."""
 TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "mistral": {
@@ -50,17 +50,17 @@ TEXT_FAMILIES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text parts that are built like another family."""
+"""The model types of text parts that are built like another family, and that family."""
 T5_LIKE = frozenset(("t5", "mt5", "umt5"))
 BART_LIKE = frozenset(
     ("bart", "mbart", "marian", "pegasus", "m2m_100", "plbart", "mvp", "blenderbot", "blenderbot-small", "whisper")
 )
 Text = Callable[[Config, str], tuple[Layer, ...]]
-"""Reads the layers of a text model: its config and its model type."""
+"""A function that reads the layers of a text model from its config and its model type."""
 
 
 def tower_of(config: Config) -> Config | None:
-    """The part of a config that describes a vision or audio tower; None where there is none."""
+    """Return the part of a config that describes a vision or audio tower, or None if there is none."""
     found = [key for key in ("vision_config", "audio_config") if isinstance(config.get(key), dict) and config.get(key)]
     if len(found) > 1:
         raise OctoPipeError(
@@ -71,7 +71,10 @@ def tower_of(config: Config) -> Config | None:
 
 
 def text_of(config: Config) -> tuple[Config, str]:
-    """The text part with the defaults of its family, and its model type. Older configs have its keys at the top."""
+    """Return the text part with the defaults of its family, and its model type.
+
+    Older configs have the keys of the text part at the top level.
+    """
     inner = config.part("text_config") if isinstance(config.get("text_config"), dict) else config
     kind = str(inner.get("model_type") or "decoder")
     kind = TEXT_FAMILIES.get(kind, kind)
@@ -84,7 +87,7 @@ def text_of(config: Config) -> tuple[Config, str]:
 
 
 def with_tower(config: Config, tower: Config, read_text: Text) -> tuple[Layer, ...]:
-    """A tower, the layer that joins it, and a decoder."""
+    """Return the layers of a tower, the layer that joins its output, and the decoder's layers."""
     text, kind = text_of(config)
     embedding, *blocks, head = read_text(text, kind)
     assert isinstance(embedding, Embedding)
@@ -145,7 +148,7 @@ def _patches(config: Config, tower: Config, source: Source) -> TowerLayer:
 
 
 def _stem(tower: Config, source: Source) -> TowerLayer:
-    """Two convolutions over three frames each."""
+    """Return the first layer of an audio encoder: two convolutions over three frames each."""
     width, bins = _width(tower), tower.size("num_mel_bins", default=80)
     inner = Projection(hidden=width, width=3 * bins + 3 * width, positions=source.positions)
     return TowerLayer(inner=inner, source=source)
@@ -190,7 +193,7 @@ def _projector(config: Config, tower: Config, hidden: int) -> Projector:
     width = _width(tower)
     merge = max(1, tower.size("spatial_merge_size", default=1)) ** 2
     bias = config.flag("multimodal_projector_bias", default=not config.has("mm_tokens_per_image"))
-    if merge > 1:  # neighbouring patches side by side, through a feed-forward of their own width
+    if merge > 1:  # neighbouring patches are concatenated and pass through a feed-forward of that width
         return Projector(hidden=hidden, width=merge * width, ffn=merge * width)
     if config.has("mm_tokens_per_image") or str(config.get("model_type")) in ("paligemma", "qwen2_audio"):
         return Projector(hidden=hidden, width=width, bias=bias)
@@ -205,7 +208,7 @@ def _projector(config: Config, tower: Config, hidden: int) -> Projector:
 
 
 def encoder_decoder(config: Config) -> tuple[Layer, ...] | None:
-    """The layers of an encoder-decoder; None where the config describes none."""
+    """Return the layers of an encoder-decoder, or None if the config describes none."""
     kind = str(config.get("model_type"))
     if kind in T5_LIKE:
         return _t5(config)

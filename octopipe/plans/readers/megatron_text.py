@@ -44,12 +44,12 @@ class MegatronText:
     """Multi-token prediction depths (in a layout: its letters m)."""
 
     def text(self) -> str:
-        """The shortest usual spelling, which reads back as this partition."""
+        """Return the shortest usual spelling; reading it gives this partition again."""
         return write_layout(self.stages) if self.kind == "layout" else write_hybrid(self)
 
 
 def read_megatron(text: str) -> MegatronText:
-    """A layout or a hybrid pattern, depending on the letters."""
+    """Read a layout or a hybrid pattern, whichever the letters belong to."""
     plain = text.strip().strip("'\"")  # shells and scripts leave quotes behind
     if set(plain) & set("tmL"):
         return read_layout(plain)
@@ -135,7 +135,7 @@ def _check_count(text: str, at: int, count: int) -> None:
 
 
 def _times(text: str, at: int) -> tuple[int | None, int]:
-    """The n of `*n` at this position and where it ends, or None."""
+    """Return the n of `*n` at this position, or None if there is none, and the position after it."""
     if at >= len(text) or text[at] != "*":
         return None, at
     number = _NUMBER.match(text, at + 1)
