@@ -1,6 +1,6 @@
 """Every private name of PyTorch that the package uses (PyTorch's pipelining apart), for every supported version.
 
-Knows: the name, what it is used for, and what stands in its place where a version does not have it. Does not know: who
+Knows: the name, what it is used for, and what replaces it in a version that does not have it. Does not know: who
 uses it. `tests/runtime/test_runtime_private.py` has a test for every name and every attribute below, and checks that
 no other module names one: a version of PyTorch that renames one of them fails there, by its name.
 

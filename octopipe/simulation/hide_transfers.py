@@ -81,7 +81,7 @@ def _walked(
                 continue
             if quick and not any_memory:
                 timeline = with_memory(timeline, other, costs)
-        except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
+        except OctoPipeError:  # an op is before one that it needs, or ranks wait for each other
             continue
         if timeline.fits:
             best, now = other, value

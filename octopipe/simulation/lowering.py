@@ -197,7 +197,7 @@ def lower(
         candidates = [by_key(ready), by_key(chosen), program_of(*met)]
         best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
-        # An in-order queue delays what stands behind a late transfer; re-keying by the delayed times of the
+        # An in-order queue delays everything behind a late transfer; re-keying by the delayed times of the
         # first program often finds a better common order. Both are safe; keep the faster.
         first = by_key(ready)
         delayed = _simulate_nodes(first, duration)[1][source]

@@ -1,9 +1,9 @@
-"""How much can have been done by a given time: a lower bound from a pipeline's start-up, the memory limit included.
+"""How much work can have been done by a given time: a lower bound from the start-up, the memory limit included.
 
 Knows: earliest times of every op and how much work any schedule can have behind it at a time. Does not know: plans.
 
 At the start there is little to do: the first gradient waits for the whole forward chain, and until gradients flow only
-F can run, each of which takes memory. What ranks cannot do by time u they idle; T >= u + (work left at u) / ranks.
+F can run, each of which takes memory. Ranks idle while there is nothing to do; T >= u + (work left at u) / ranks.
 
 *Tokens.* Let token j be the j-th run of every op of the chain F(0) .. F(L-1), I(L-1) .. I(0). If op i has run j times,
 so has op i-1: token j has passed a prefix of the chain (and may be inside the op after it). W of layer l may follow
