@@ -49,11 +49,11 @@ def forward_backward_func(
     timeout_s: float = 600.0,
     record: bool = False,
 ) -> Callable[..., list[Any]]:
-    """What `get_forward_backward_func()` returns, for this plan.
+    """Return the counterpart of `get_forward_backward_func()` for this plan.
 
-    `costs` time the order of sends and receives (default: those that the plan carries). `transport`: "nccl",
-    "gloo", "cuda_ipc" (ranks that share a GPU); default: by the pipeline group's backend. The model chunks are those
-    of `build_chunks(plan, ...)`: a rank's stages along the chain, ranks named as by `for_megatron`. `record`: times
+    `costs` determine the order of sends and receives (default: those stored in the plan). `transport`: "nccl", "gloo",
+    "cuda_ipc" (ranks that share a GPU); default: by the pipeline group's backend. The model chunks must be those of
+    `build_chunks(plan, ...)`: a rank's stages along the chain, with ranks numbered as by `for_megatron`. `record`: time
     every op of a training step; the function's `timeline()` then returns the last step as a `Timeline` (all ranks of
     the pipeline call it), to be saved, drawn or compared with the prediction.
     """
@@ -97,7 +97,8 @@ def forward_backward_func(
 
 
 class PlanDriver:
-    """Runs one rank's program on Megatron's chunks. It is prepared in the first step, when process groups are known."""
+    """Runs one rank's program on Megatron's chunks. It is prepared in the first step, when the process groups are
+    known."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class PlanDriver:
         self._mine: RankProgram | None = None
         self._transport: Transport | None = None
         self._splits: dict[int, Split] = {}
-        """By stage."""
+        """The weight-gradient split of each stage that has I ops, by stage."""
         self._models: list[Any] = []
         partial = next((s for s in plan.stages if not isinstance(s.recompute, bool)), None)
         if partial is not None:
@@ -162,8 +163,8 @@ class PlanDriver:
                 self._check_engine(split, number, rank)
 
     def _check_recomputation(self, models: Sequence[Any]) -> None:
-        """Raise unless Megatron's flags recompute what the plan's costs assume: without them a run needs more memory
-        than was planned."""
+        """Raise an error unless Megatron's flags recompute what the plan's costs assume: without them a run needs more
+        memory than was planned."""
         from megatron.core.utils import get_model_config
 
         wanted = priced_recomputation(self.plan)
@@ -209,8 +210,8 @@ class PlanDriver:
             )
 
     def _check_engine(self, split: Split, number: int, rank: int) -> None:
-        """Raise if W would run in another order than I: Transformer Engine computes deferred weight gradients first in,
-        first out."""
+        """Raise an error if W would run in another order than I: Transformer Engine computes deferred weight gradients
+        first in, first out."""
         order = [op for op in self.plan.orders[rank] if op.stage == number]
         inputs = [op.micro_batch for op in order if op.kind == "I"]
         weights = [op.micro_batch for op in order if op.kind == "W"]
@@ -272,7 +273,7 @@ class PlanDriver:
                 walk.forward_only()
         else:
             for split in self._splits.values():
-                split.take_over()  # a profile, or another plan's driver, may have had the layers since
+                split.take_over()  # a profile, or another plan's driver, may have taken over the layers since
             with no_sync(config, models):
                 walk.train()
             self._finish(config, groups, walk.num_tokens, force_all_reduce)
@@ -293,7 +294,7 @@ class PlanDriver:
         if config.calculate_per_token_loss:
             tokens = num_tokens
             last = self.plan.stages[-1].rank
-            if groups.pp.size() > 1 and last != groups.pp.size() - 1:  # Megatron asks its last rank
+            if groups.pp.size() > 1 and last != groups.pp.size() - 1:  # Megatron takes it from its last rank
                 root = torch.distributed.get_global_rank(groups.pp, last)
                 torch.distributed.broadcast(tokens, src=root, group=groups.pp)
         more = {"pg_collection": groups, "force_all_reduce": force_all_reduce}
@@ -303,7 +304,7 @@ class PlanDriver:
         config.finalize_model_grads_func(self._models, tokens, **more)
 
     def timeline(self, label: str = "") -> Timeline:
-        """The measured timeline of the last training step on all ranks, with a common clock (collective over the
+        """Return the measured timeline of the last training step on all ranks, with a common clock (collective over the
         pipeline)."""
         if not self._record:
             raise OctoPipeError("ops were not timed; make the function with forward_backward_func(plan, record=True)")

@@ -41,7 +41,7 @@ def use_cpu() -> None:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # the name is missing where Transformer Engine is
+    if not hasattr(moe_utils, "te_general_gemm"):  # the name is missing if Transformer Engine is not installed
         moe_utils.te_general_gemm = None
     mamba_block.TENorm = WrappedTorchNorm
     # The alltoall dispatcher copies numbers of tokens to the host on a stream of its own; here they are on the host.
@@ -52,7 +52,7 @@ def use_cpu() -> None:
 
 
 class _HostStream:
-    """Stands for a CUDA stream on a CPU, where queued work has already been done."""
+    """Replaces a CUDA stream on a CPU, where queued work has already been done."""
 
     def record_event(self) -> _HostStream:
         return self
@@ -69,12 +69,12 @@ class _HostStream:
 
 
 def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The result that `maybe_move_tensor_to_cpu` has for a tensor on a GPU."""
+    """Return what `maybe_move_tensor_to_cpu` returns for a tensor on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _on_host(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which the device "cuda" means the CPU."""
+    """Return the same function, in which the device "cuda" means the CPU."""
 
     def made(*args: Any, **more: Any) -> Any:
         if str(more.get("device", "")).startswith("cuda"):

@@ -19,9 +19,10 @@ from octopipe.views.export.megatron import MegatronLayout, megatron_layout
 
 
 def for_megatron(plan: Plan) -> Plan:
-    """The plan with ranks renamed: the first stage on rank 0, the last on the last rank if it is not there too.
+    """Return the plan with its ranks renumbered as Megatron requires: the first stage on rank 0, the last on the last
+    rank if it is not on rank 0 too.
 
-    Its stages are numbered along the chain. A rank is only a name here, unless your ranks differ in speed.
+    Its stages are numbered along the chain. Renumbering changes nothing unless your ranks differ in speed.
     """
     plan.check()
     if plan.forks:
@@ -60,15 +61,15 @@ def for_megatron(plan: Plan) -> Plan:
 
 
 def virtual_size(plan: Plan) -> int | None:
-    """`virtual_pipeline_model_parallel_size`: the most chunks any rank has, None for one."""
+    """Return `virtual_pipeline_model_parallel_size`: the most chunks that any rank has, or None if that is one."""
     most = max(len(plan.stages_of_rank(r)) for r in range(plan.num_ranks))
     return most if most > 1 else None
 
 
 def embedding_ranks(plan: Plan) -> Callable[..., list[int]]:
-    """For `initialize_model_parallel(get_embedding_ranks=...)`: the ranks that hold the word embedding.
+    """Return the function for `initialize_model_parallel(get_embedding_ranks=...)`: the ranks with the word embedding.
 
-    Where embedding and head lie on one rank (a V), that rank alone: `forward_backward_func` adds their gradients.
+    If embedding and head lie on one rank (a V), this is only that rank: `forward_backward_func` adds their gradients.
     """
     plan = for_megatron(plan)
     apart = plan.stages[0].rank != plan.stages[-1].rank
@@ -80,7 +81,7 @@ def embedding_ranks(plan: Plan) -> Callable[..., list[int]]:
 
 
 def symbols_of(plan: Plan) -> str:
-    """One letter per layer: those of the preset that the plan was made for, or E, T, ..., T, L."""
+    """Return one letter per layer: those of the preset that the plan was made for, or E, T, ..., T, L."""
     from octopipe.models.zoo import PRESETS
 
     if plan.model in PRESETS:
@@ -91,12 +92,13 @@ def symbols_of(plan: Plan) -> str:
 
 
 def layout(plan: Plan, symbols: str | None = None) -> MegatronLayout:
-    """The plan as Megatron's flags, for its own schedules, or one line that says why no flags can express it."""
+    """Return the plan as flags for Megatron's own schedules. Raises an error with the reason if no flags can express
+    it."""
     return megatron_layout(plan, symbols or symbols_of(plan))
 
 
 def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
-    """The value of `config.pipeline_model_parallel_layout`: the layers of every chunk in this plan, under any
+    """Return the value of `config.pipeline_model_parallel_layout`: the layers of every chunk of this plan, under any
     placement.
 
     `mtp_layers`: how many of the plan's layers before the last are multi-token prediction.
@@ -159,10 +161,11 @@ def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
 
 
 def build_chunks(plan: Plan, provider: Callable[..., Any], *, pp_rank: int | None = None) -> list[Any]:
-    """This rank's model chunks: `provider(pre_process=, post_process=, vp_stage=)` once per stage.
+    """Build this rank's model chunks by calling `provider(pre_process=, post_process=, vp_stage=)` once per stage.
 
-    A provider that names `layers` gets the stage's layers as a range (embedding is 0); one that names `stage`, the
-    `Stage`. Where embedding and head lie on one rank, the head starts as a copy of the embedding it is tied to.
+    A provider with a parameter `layers` receives the stage's layers as a range (the embedding is 0); one with a
+    parameter `stage` receives the `Stage`. If embedding and head lie on one rank, the head starts as a copy of the
+    embedding it is tied to.
     """
     from megatron.core import parallel_state
 

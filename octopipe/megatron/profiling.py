@@ -74,10 +74,10 @@ def profile(
     """Measure this rank's chunks (collective over the pipeline's ranks); every rank gets the whole model's profile.
 
     `model`: a chunk or the list of them, as Megatron's schedules take them. `data_iterator`: one micro-batch is taken
-    from it (from the first of a list). `plan`: the one that the chunks were built by, where their layers do not know
-    their own numbers (hybrids built chunk by chunk). `links`: also what a tensor takes between ranks, over `transport`
-    (default: as the drop-in chooses). `state_bytes_per_parameter`: of the optimizer on this rank (default: Adam's, in
-    float32, with master weights under bf16 or fp16). Call it between steps: `main_grad` is zero afterwards.
+    from it (from the first of a list). `plan`: the plan of the chunks, if their layers do not know their own numbers
+    (hybrids built chunk by chunk). `links`: measure transfers between ranks too, over `transport` (default: as the
+    drop-in chooses). `state_bytes_per_parameter`: of the optimizer on this rank (default: Adam's, in float32, with
+    master weights under bf16 or fp16). Call it between steps: `main_grad` is zero afterwards.
     """
     from megatron.core.utils import get_model_config
 
@@ -139,14 +139,14 @@ def profile(
 def _links(
     rows: Sequence[dict[str, Any]], world: World, device: torch.device, transport: str | None
 ) -> dict[tuple[int, int], Link]:
-    """The links between all ranks, measured with tensors up to the size of those that stages exchange."""
+    """Measure the links between all ranks with tensors up to the size of those that stages exchange."""
     boundary = int(max(row["boundary_bytes"] for row in rows))
     sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
     return measure_links(world, device, sizes=sizes, transport=transport)
 
 
 def _about(rows: Sequence[dict[str, Any]], factors: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """The description of the measurement that is stored in the profile."""
+    """Return the description of the measurement that is stored in the profile."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "layers": [row["kind"] for row in sorted(rows, key=_place)],
@@ -157,7 +157,8 @@ def _about(rows: Sequence[dict[str, Any]], factors: np.ndarray, device: torch.de
 
 
 def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> list[int | None]:
-    """The first decoder layer of every chunk according to the plan; None if the layers know their own numbers."""
+    """Return the first decoder layer of every chunk according to the plan; None if the layers know their own
+    numbers."""
     if plan is None:
         return [None] * len(chunks)
     plan = for_megatron(plan)
@@ -175,7 +176,7 @@ def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> 
 def _times(
     units: Sequence[Timed], world: World, device: torch.device, repeats: int, warm_up: int, levels: Sequence[int]
 ) -> tuple[Any, dict[int, Any]]:
-    """Medians over rounds, [units, 3], with all ranks busy, and for each smaller number of busy ranks that was
+    """Return medians over rounds, [units, 3]: with all ranks busy, and for each smaller number of busy ranks that is
     measured."""
     ring = list(range(len(units)))
     wait_all(world.control)
@@ -188,7 +189,7 @@ def _times(
         if not 0 < level < world.size:
             continue
         rows = loaded
-        # Every rank has layers of its own, so each has its turn among those at work.
+        # Every rank has layers of its own, so each rank is among the busy ones once.
         for start in range(0, world.size, level):
             wait_all(world.control)
             if start <= world.rank < start + level:
@@ -230,7 +231,7 @@ def _table(
     resident: float,
     mode: Mode,
 ) -> tuple[CostTable, dict[int, CostTable]]:
-    """The whole model's costs: equal layers share their mean. `state`: bytes of the optimizer per parameter;
+    """Return the whole model's costs; equal layers share their mean. `state`: bytes of the optimizer per parameter;
     `resident`: bytes that libraries keep on the device, whatever the layers."""
     rows = sorted(rows, key=_place)
     numbers = [row["number"] for row in rows]
@@ -299,5 +300,6 @@ def precision_of_chunks(config: Any, chunks: Sequence[nn.Module]) -> str:
 
 
 def _state_bytes(config: Any) -> float:
-    """Adam's two moments in float32, and a master weight where the weights are in half precision."""
+    """Return the bytes per parameter of Adam's two moments in float32, and of a master weight if weights are in half
+    precision."""
     return 12.0 if config.bf16 or config.fp16 else 8.0

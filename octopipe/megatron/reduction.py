@@ -12,7 +12,7 @@ from typing import Any
 
 
 def megatron_groups() -> Any:
-    """Megatron's process groups, as its own schedules collect them."""
+    """Return Megatron's process groups, as its own schedules collect them."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -14,14 +14,15 @@ from octopipe.plans.plan import Plan
 
 
 def unwrapped(model: Any) -> Any:
-    """The language model inside DDP, Float16Module and the like."""
+    """Return the language model inside DDP, Float16Module and the like."""
     while not hasattr(model, "pre_process") and hasattr(model, "module"):
         model = model.module
     return model
 
 
 def local_ties(plan: Plan, rank: int, chunks: Sequence[Any]) -> list[list[Any]]:
-    """Groups of parameters of this rank that are one word embedding, the true embedding first; each group >= 2."""
+    """Return groups of two or more parameters of this rank that are copies of one word embedding, the embedding itself
+    first."""
     found: list[Any] = []
     for model in map(unwrapped, chunks):
         shares = getattr(model, "share_embeddings_and_output_weights", False)
@@ -59,6 +60,7 @@ def add_up(ties: Sequence[Sequence[Any]]) -> None:
 
 
 def gradient(parameter: Any) -> Any:
-    """The tensor in which Megatron accumulates a parameter's gradient: `main_grad` under DDP, otherwise `grad`."""
+    """Return the tensor in which Megatron accumulates a parameter's gradient: `main_grad` under DDP, otherwise
+    `grad`."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main

@@ -1,6 +1,6 @@
 """Tuning by running on Megatron-Core's chunks: published orders and tuned plans, each built, stepped and timed.
 
-Knows: how a plan's chunks are built, stepped through the drop-in and let go again, and what the timed steps say. Does
+Knows: how a plan's chunks are built, stepped through the drop-in and deleted again, and what the timed steps say. Does
 not know: how costs are corrected and which plan wins (`search/measured_tuning.py`), how layers are profiled
 (`profiling.py`).
 
@@ -60,13 +60,14 @@ def tune_measured(
     pg_collection: Any = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """The plan that was measured fastest on these chunks, published orders among them (collective over the pipeline).
+    """Return the plan that was measured fastest on these chunks, published orders included (collective over the
+    pipeline).
 
-    `profile`: of `octopipe.megatron.profile`. `build(plan)`: this rank's chunks of a plan; they are let go before the
-    next plan's are built. `data()`: the `data_iterator` of one step (called before every step). `tune_s`: seconds of
-    each search; `budget_s`: of everything. Plans are restricted to what the drop-in runs: every layer once, nothing
-    recomputed. `flags_too`: also search, run and name ("by flags") the best plan that Megatron's own flags express, in
-    Megatron's own order, so that it is seen what its layout alone would give.
+    `profile`: the result of `octopipe.megatron.profile`. `build(plan)`: returns this rank's chunks of a plan; they are
+    deleted before those of the next plan are built. `data()`: returns the `data_iterator` of one step (called before
+    every step). `tune_s`: seconds of each search; `budget_s`: of everything. Plans are restricted to what the drop-in
+    runs: every layer once, nothing recomputed. `flags_too`: also search and run the best plan that Megatron's own flags
+    express, in Megatron's own order (named "by flags"), to show what its layout alone would give.
     """
     if steps < 1:
         raise OctoPipeError(f"{steps} timed steps of each plan; give at least one")
@@ -125,8 +126,8 @@ def _run(
     transport: str | None,
     timeout_s: float,
 ) -> Ran:
-    """A few timed steps of a plan on all ranks (collective)."""
-    gc.collect()  # a user's chunks of before, in cycles of Megatron's, would count as this plan's memory
+    """Run a few timed steps of a plan on all ranks (collective)."""
+    gc.collect()  # earlier chunks, kept alive by Megatron's reference cycles, would count as this plan's memory
     chunks = build(plan)
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     cuda = device.type == "cuda"

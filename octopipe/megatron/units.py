@@ -1,7 +1,7 @@
 """Parts of Megatron-Core's chunks that run alone: the embedding, a decoder layer, the head, a whole chunk.
 
 Knows: how a layer is called with the arguments that its own block gave it, how a chunk without its decoder layers is
-its embedding or its head, and how many bytes each holds. Does not know: how they are timed (`profiling.py`).
+its embedding or its head, and how many bytes each keeps. Does not know: how they are timed (`profiling.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ForwardStep:
         self.config, self._cp_size, self._hidden = config, cp_size, hidden
 
     def hidden_states(self, device: torch.device) -> Tensor:
-        """Random hidden states of the shape that a chunk receives from the preceding one: [tokens, batch, width]."""
+        """Return random hidden states of the shape that a chunk receives from the preceding one: [tokens, batch,
+        width]."""
         dtype = self.config.pipeline_dtype or self.config.params_dtype
         return torch.randn(self._hidden, dtype=dtype, device=device).requires_grad_()
 
@@ -60,7 +61,7 @@ class Unit:
         self._slope: Tensor | None = None
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """The output, and the input that takes a gradient."""
+        """Return the output, and the input that requires a gradient (None: none does)."""
         raise NotImplementedError
 
     def once(self, mark: Callable[[], None]) -> None:
@@ -87,11 +88,11 @@ class Unit:
             torch.autograd.backward(output, self._slope)
 
     def memory(self) -> dict[str, float]:
-        """Bytes that are held from F to I and from I to W, and bytes of parameters, of their gradients and of the
-        output."""
+        """Return the bytes that are kept from F to I and from I to W, and the bytes of parameters, of their gradients
+        and of the output."""
         self._split.take_over()
         parameters = list(self.module.parameters())
-        # Asked of the class: Megatron's DDP has a list of its own under the name `buffers`.
+        # Called on the class, because Megatron's DDP has a list of its own under the name `buffers`.
         own = {t.untyped_storage().data_ptr() for t in (*parameters, *nn.Module.buffers(self.module))}
         held: dict[int, int] = {}
 
@@ -126,11 +127,11 @@ class Unit:
         }
 
     def _allocated(self) -> tuple[float, float, float]:
-        """Activation, stash and workspace bytes by the caching allocator's books. Workspace is what an op needs only
-        while it runs, the largest of F, I, W and of B, which computes a weight's gradient in the weight's own dtype
-        before it is added up."""
+        """Return activation, stash and workspace bytes according to the caching allocator. Workspace is what an op
+        needs only while it runs: the largest of F, I, W and of B, which computes a weight's gradient in the weight's
+        own dtype before it is accumulated."""
         used, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
-        self.once(lambda: None)  # what libraries keep, and the gradient that comes in, exist before
+        self.once(lambda: None)  # allocates what libraries keep and the incoming gradient before anything is counted
         torch.cuda.synchronize()
         base = used()
 
@@ -166,7 +167,7 @@ class Unit:
         return float(held), stash, float(extra)
 
     def recorded(self) -> list[Tensor]:
-        """Tensors that the unit keeps to run again."""
+        """Return the tensors that the unit keeps in order to run again."""
         return [] if self._slope is None else [self._slope]
 
 
@@ -235,7 +236,7 @@ class End(Chunk):
         super().__init__(chunk, index, step)
         self.number, self.kind = (HEAD, "head and loss") if head else (EMBEDDING, "embedding")
         self.first, self.last = not head, head
-        # Weight gradients of the layers that are taken out are none of this unit's: the split meets no product of them.
+        # Weight gradients of the removed layers are not this unit's: their products do not run, so nothing is queued.
         self._owns = [p for n, p in self._inner.named_parameters() if not n.startswith("decoder.layers.")]
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
@@ -256,8 +257,8 @@ class End(Chunk):
 
 
 def units_of(chunk: nn.Module, index: int, step: ForwardStep, first: int | None = None) -> list[Unit]:
-    """A chunk's embedding, decoder layers and head, as far as it has them. `first`: its first decoder layer's number in
-    the whole model (default: as its layers say)."""
+    """Return a chunk's embedding, decoder layers and head, as far as it has them. `first`: the number of its first
+    decoder layer in the whole model (default: as its layers say)."""
     inner = _inside(chunk)
     if getattr(inner, "mtp", None) is not None and len(list(inner.mtp.parameters())):
         raise OctoPipeError("multi-token prediction runs inside the head's chunk; profile without mtp_num_layers")
@@ -288,7 +289,7 @@ def units_of(chunk: nn.Module, index: int, step: ForwardStep, first: int | None 
 
 
 def _inside(chunk: nn.Module) -> Any:
-    """The model behind Megatron's wrappers (DDP, Float16Module)."""
+    """Return the model behind Megatron's wrappers (DDP, Float16Module)."""
     while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
         chunk = chunk.module  # type: ignore[assignment]
     if not hasattr(chunk, "decoder") or not hasattr(chunk.decoder, "layers"):
@@ -310,13 +311,13 @@ def _is_embedding(inner: Any, parameter: Tensor) -> bool:
 
 
 def _old(tensor: Tensor, known: Sequence[Tensor]) -> bool:
-    """Whether a tensor shares memory with one of these tensors."""
+    """Return whether a tensor shares memory with one of these tensors."""
     where = tensor.untyped_storage().data_ptr()
     return any(t.untyped_storage().data_ptr() == where for t in known)
 
 
 def recorded_bytes(units: Sequence[Unit]) -> float:
-    """Bytes that all units keep in order to run again; shared memory is counted once."""
+    """Return the bytes that all units keep in order to run again; shared memory is counted once."""
     return float(storage_bytes([t for unit in units for t in unit.recorded()], {}))
 
 
@@ -360,7 +361,7 @@ def gradients_apart(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _kind_of(layer: nn.Module) -> str:
-    """A description of a layer: its class, and its parts if the class alone does not identify it."""
+    """Return a description of a layer: its class, and its parts if the class alone does not identify it."""
     parts = []
     for name, word in (("self_attention", "attention"), ("mixer", "mixer"), ("mlp", "mlp")):
         part = getattr(layer, name, None)

@@ -109,7 +109,7 @@ class Walk:
                     self._backward(cell, gradient, code == I)
             model = done.get(number)
             if model is not None and not any(id(p) in self.tied for p in model.parameters()):
-                start_reduction(model, self.force_all_reduce)  # behind the other chunks' ops
+                start_reduction(model, self.force_all_reduce)  # overlaps with the other chunks' ops
         transport.end_step()
         if self._recorder is not None:
             self._recorder.end_step()
@@ -192,7 +192,7 @@ class Walk:
             run.free_output(self.config.deallocate_pipeline_outputs)
 
     def _again(self, cell: Cell) -> None:
-        """R: the forward once more, with the same data and random numbers, keeping the graph."""
+        """Run R: the forward once more, with the same data and random numbers, keeping the graph."""
         run = cell.runs
         run.input = None if run.value is None else run.value.detach().requires_grad_()
         with _random(run.random):
@@ -202,7 +202,7 @@ class Walk:
 
     def _backward(self, cell: Cell, gradient: Tensor | None, waits: bool) -> None:
         run, config, split = cell.runs, self.config, self.splits.get(cell.stage)
-        if run.output is None:  # the plan's backward follows its forward at once: nothing was let go
+        if run.output is None:  # F kept no graph and no R has run since then: run the forward again
             self._again(cell)
         if config.timers is not None:
             config.timers("backward-compute", log_level=2).start()
@@ -214,7 +214,7 @@ class Walk:
             output = config.grad_scale_func(output)
         if output.requires_grad:
             seed = torch.ones_like(output) if gradient is None else gradient
-            # The engine itself: torch's own function compares shapes, and a freed output has lost its.
+            # Autograd's engine is called directly: torch's own function compares shapes, which a freed output has lost.
             run_engine((output,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         run.output = None
         if not cell.first:
@@ -229,7 +229,7 @@ class Walk:
             config.timers("backward-compute").stop()
 
     def _call(self, cell: Cell, value: Tensor | None, *, again: bool = False) -> Tensor:
-        """Megatron's own forward step of one chunk and micro-batch."""
+        """Run Megatron's own forward step of one chunk and micro-batch."""
         k, m = self.chunk[cell.stage], cell.micro_batch
         store: list[Any] = []
         first = k not in self.started
@@ -272,14 +272,14 @@ class _Run:
         self.queue = WeightQueue()
 
     def free_output(self, wanted: bool) -> None:
-        """Keep the output's place in the graph without its memory, as Megatron does when asked."""
+        """Free the output's memory but keep its place in the graph, as Megatron does if `wanted`."""
         out = self.output
         if wanted and out._base is None and out is not self.input and out.grad_fn is not None:
             out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
 class _Data:
-    """A chunk's data by micro-batch, whatever the order: where it is not the iterator's own, items are read ahead."""
+    """A chunk's data by micro-batch, in any order. Items are read ahead if the order is not the iterator's own."""
 
     def __init__(self, plan: Plan, mine: RankProgram, chunk: dict[int, int], iterators: Sequence[Any], shared: bool):
         self._iterators = iterators

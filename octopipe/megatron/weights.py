@@ -1,7 +1,7 @@
 """The weight-gradient split for Megatron-Core's layers: I skips the weight GEMMs, W computes them.
 
 Knows: two kinds of layers. Local ones (`ColumnParallelLinear`, `RowParallelLinear`: attention, MLPs, experts, Mamba
-projections, the head) get a product whose backward hands back the input gradient, with Megatron's tensor- and
+projections, the head) get a product whose backward returns the input gradient, with Megatron's tensor- and
 sequence-parallel communication, and queues the weight's. Transformer Engine's have their own queue: with
 `delay_wgrad_compute` their `backward_dw()` is W. Everything else (norms, embeddings, routers, scans) is done in I.
 Does not know: plans, chunks.
@@ -29,23 +29,25 @@ _HOLDER = "_octopipe_split"
 
 
 class Split:
-    """One chunk's switch: which micro-batch's queue gets weight gradients, and whether they wait."""
+    """Directs the weight gradients of one chunk's layers into the queue of the micro-batch that runs, and defers them
+    or not."""
 
     def __init__(self, chunk: nn.Module):
         self.queue = WeightQueue()
         self.local = list(_local_linears(chunk))
         self.take_over()
         self.engine: list[Any] = [m for m in _with_own_queue(chunk) if not any(m is x for x in self.local)]
-        """Transformer Engine's modules that put weight gradients off by themselves, oldest first out."""
+        """Transformer Engine's modules, which defer weight gradients in queues of their own, first in, first out."""
 
     def take_over(self) -> None:
-        """From now on the products of these layers come to this split. A layer answers to one at a time: the last that
-        was made, unless another takes over (a layer measured alone, beside the chunk it is part of)."""
+        """Direct the products of these layers to this split from now on. A layer belongs to one split at a time: to the
+        last one that was made, unless another takes over (of a layer that is measured alone, beside the chunk it is
+        part of)."""
         for linear in self.local:
             _divert(linear, self)
 
     def let_go(self) -> None:
-        """The layers are Megatron's own again, whichever split had them."""
+        """Restore Megatron's own products in the layers, whichever split they belonged to."""
         for linear in self.local:
             known = linear.__dict__.pop(_HOLDER, None)
             if known is None:
@@ -55,7 +57,7 @@ class Split:
                 linear.__dict__["_forward_impl"] = known.own
 
     def weight(self, queue: WeightQueue) -> None:
-        """W of the micro-batch that owns the queue (Transformer Engine: of the oldest one that waits)."""
+        """Run W of the micro-batch that owns the queue (in Transformer Engine: of the oldest one that waits)."""
         queue.run()
         for module in self.engine:
             module.backward_dw()
@@ -70,7 +72,7 @@ def _local_linears(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def _with_own_queue(chunk: nn.Module) -> list[nn.Module]:
-    """The innermost modules with `backward_dw` whose config defers weight gradients."""
+    """Return the innermost modules with `backward_dw` whose config defers weight gradients."""
     out = []
     for module in chunk.modules():
         if not callable(getattr(module, "backward_dw", None)):
@@ -83,7 +85,8 @@ def _with_own_queue(chunk: nn.Module) -> list[nn.Module]:
 
 
 class _Holder:
-    """What a layer's products go to, and the product that the layer itself (not its class) had before, if any."""
+    """The split that a layer's products go to, and the `_forward_impl` that the layer itself (not its class) had
+    before, if any."""
 
     __slots__ = ("own", "split")
 
@@ -129,7 +132,7 @@ class _Product(Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Any, parameter: list[Tensor], holder: _Holder,
         reduces: bool, gathers: bool, group: Any,
     ) -> Tensor:  # fmt: skip
-        # In a list the parameter is no differentiable input: its hooks (DDP's) must not see a gradient before W.
+        # In a list, the parameter is not a differentiable input: its hooks (DDP's) must not see a gradient before W.
         ctx.save_for_backward(input, weight)
         ctx.parameter, ctx.holder, ctx.group = parameter[0], holder, group
         ctx.reduces, ctx.gathers, ctx.has_bias = reduces, gathers, bias is not None
@@ -137,8 +140,8 @@ class _Product(Function):
         out = times(whole, weight.t())
         if bias is not None:
             return out + bias
-        # Not as a view: Megatron's cross entropy changes fp32 logits in place, which autograd forbids for the view that
-        # a function has made.
+        # Not a view: Megatron's cross entropy changes fp32 logits in place, which autograd forbids for a view that
+        # a custom function returns.
         return unsafe_view(out, out.shape)
 
     @staticmethod

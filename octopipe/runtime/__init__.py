@@ -14,7 +14,7 @@ if "RANK" in os.environ and "LOCAL_RANK" in os.environ:  # under torchrun: most 
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Pipeline":  # torch takes a second to import: only who trains pays for it
+    if name == "Pipeline":  # torch takes a second to import, which only training needs
         from octopipe.runtime.pipeline import Pipeline
 
         return Pipeline

@@ -28,7 +28,8 @@ from octopipe.simulation.lowering import Channel, Program, lower, prove_deadlock
 def program_of(
     plan: Plan | Program, costs: CostTable | None, channel: Channel, *, num_ranks: int, num_layers: int
 ) -> Program:
-    """The program as given, or lowered from the plan; it must be for this many ranks and layers."""
+    """Return the program as given, or lower it from the plan. Raises an error if it is for other numbers of ranks or
+    layers."""
     checked = plan.plan if isinstance(plan, Program) else plan.check()
     if checked.num_ranks != num_ranks:
         raise OctoPipeError(f"the plan has {checked.num_ranks} ranks, the process group {num_ranks}; use as many")
@@ -40,10 +41,10 @@ def program_of(
 
 
 def agreed_program(world: World, program: Program, *, lowered_here: bool, prove: bool = True) -> Program:
-    """The program that every rank of the pipeline runs, proven to end (collective over the pipeline).
+    """Return the program that every rank of the pipeline runs, proven free of deadlock (collective over the pipeline).
 
-    `lowered_here`: made by this pipeline from its plan, so that rank 0's may take its place; otherwise a program that
-    differs from rank 0's is an error. Not `prove`: for transports that exist to show deadlocks.
+    `lowered_here`: this pipeline made it from its plan, so rank 0's program may replace it; otherwise a program that
+    differs from rank 0's is an error. `prove=False` is for transports that exist to show deadlocks.
     """
     said = world.gather((_plan_parts(program.plan), program.channel, lowered_here, _digest(program)))
     for rank, (parts, channel, here, _) in enumerate(said):
@@ -86,7 +87,7 @@ def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _difference(program: Program, first: Sequence[Any], other: Sequence[Any]) -> str:
-    """A description of the first difference between the instruction lists of two ranks."""
+    """Return a description of the first difference between the instruction lists of two ranks."""
     one, two = (with_instructions(program, *lists) for lists in (first, other))
     for rank in range(program.plan.num_ranks):
         a, b = one.instructions(rank), two.instructions(rank)
@@ -97,7 +98,7 @@ def _difference(program: Program, first: Sequence[Any], other: Sequence[Any]) ->
 
 
 def _plan_parts(plan: Plan) -> dict[str, str]:
-    """Digests of the decisions of a plan, part by part, short enough to be exchanged."""
+    """Return digests of the decisions of a plan, part by part, short enough to be exchanged."""
     parts: dict[str, Any] = {
         "the number of layers, ranks or micro-batches": (plan.num_layers, plan.num_ranks, plan.num_micro_batches),
         "the stages": plan.stages,
@@ -110,7 +111,7 @@ def _plan_parts(plan: Plan) -> dict[str, str]:
 
 
 def _digest(program: Program) -> str:
-    """A digest of transfers and instructions that is equal for programs that execute in the same way."""
+    """Return a digest of transfers and instructions that is equal for programs that execute in the same way."""
     arrays = [program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id]
     if program.moves is not None:
         arrays += [program.moves.forward, program.moves.release, program.moves.fetch]

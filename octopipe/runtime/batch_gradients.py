@@ -26,7 +26,7 @@ class Outside:
         self._leaves, self._gradients = [], []
 
     def keep(self, value: Any, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of one micro-batch, leaf by leaf."""
+        """Add the gradients of one micro-batch, leaf by leaf."""
         leaves: list[Any] = []
         flatten(value, leaves)
         for leaf, gradient in zip(leaves, gradients):
@@ -43,7 +43,7 @@ class Outside:
 
 
 def wants_gradient(value: Any) -> list[bool] | None:
-    """For every leaf of a batch, whether it requires a gradient; None if no leaf does."""
+    """Return, for every leaf of a batch, whether it requires a gradient; None if no leaf does."""
     if isinstance(value, Tensor):
         return [True] if value.requires_grad else None
     leaves: list[Any] = []

@@ -29,16 +29,16 @@ def sizes(rows: int, count: int) -> list[int]:
 
 
 def weights(rows: int | None, count: int) -> list[float] | None:
-    """Weights of the micro-batches' losses with which their sum divided by `count` is the mean over rows; None if all
-    are 1."""
+    """Return the weights of the micro-batches' losses with which their sum divided by `count` is the mean over rows;
+    None if all weights are 1."""
     if not rows or rows % count == 0:
         return None
     return [count * size / rows for size in sizes(rows, count)]
 
 
 def rows_of(batch: Any) -> int | None:
-    """Number of rows of a batch that has not been split yet; None for a list of micro-batches or a batch without
-    tensors."""
+    """Return the number of rows of a batch that has not been split yet; None for a list of micro-batches or a batch
+    without tensors."""
     if batch is None or isinstance(batch, list):
         return None
     leaves: list[Any] = []
@@ -75,7 +75,7 @@ def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
 
 
 def _cut(leaf: Any, count: int, name: str) -> list[Any]:
-    """The part of one leaf that belongs to each micro-batch."""
+    """Return the part of one leaf that belongs to each micro-batch."""
     if type(leaf) in ATOMS:
         return [leaf] * count
     if not isinstance(leaf, Tensor) and not _is_array(leaf):
@@ -104,7 +104,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _usable(part: Any) -> Any:
-    """The micro-batch with tensors created in inference mode replaced by ordinary copies."""
+    """Return the micro-batch with tensors created in inference mode replaced by ordinary copies."""
     leaves: list[Any] = []
     form = flatten(part, leaves)
     if any(isinstance(t, Tensor) and t.is_inference() for t in leaves):
@@ -135,7 +135,7 @@ def join(outputs: Sequence[Any]) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with all its tensors on this device."""
+    """Return the value with all its tensors on this device."""
     leaves: list[Any] = []
     form = flatten(value, leaves)
     return build(form, iter([t.to(device) if isinstance(t, Tensor) else t for t in leaves]))

@@ -46,7 +46,7 @@ class Executor:
     """Runs a `RankProgram`. Cells and slots are kept and reused across steps."""
 
     pairs_of: type[PairedOps] = PairedOps
-    """What runs the pairs of a program."""
+    """The class that runs the pairs of a program."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Executor:
         side_inputs: Sequence[str] = (),
         cuda_graphs: torch.device | None = None,
     ):
-        """`layers_done`: told which layers get no more gradient. `between_ops`: called after all other ops, for
-        reductions that go on only while the host attends to them. `cuda_graphs`: the GPU on which ops are captured and
-        replayed; None: they run call by call."""
+        """`layers_done`: called with the layers whose gradients are complete. `between_ops`: called after all other
+        ops, for reductions that advance only while the host attends to them. `cuda_graphs`: the GPU on which ops are
+        captured and replayed; None: ops run eagerly."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
         self.timeout_s, self.layers_done, self.between_ops = timeout_s, layers_done, between_ops
@@ -113,7 +113,8 @@ class Executor:
         side: Sequence[Mapping[str, Any]] | None = None,
         weights: Sequence[float] | None = None,
     ) -> dict[int, Tensor]:
-        """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here.
+        """Run one training step: add gradients into `.grad`, and return the losses of micro-batches that end on this
+        rank.
 
         `side`: side inputs by micro-batch; `weights`: the weight of each micro-batch's loss (default 1).
         """
@@ -121,7 +122,7 @@ class Executor:
         self._begin(step)
         with self._reporting(), self.ops.on_device(), nullcontext() if self._seed is None else rng_kept():
             for linear in self._scaled:
-                linear.follow()  # before the ops, which may be graphs: these read the copies, and do not make them
+                linear.follow()  # before the ops: CUDA graphs read the copies but do not update them
             self.ops.begin_step()
             self.transport.begin_step()
             self.recorder.begin_step()
@@ -138,11 +139,11 @@ class Executor:
         return losses
 
     def side_needed(self) -> tuple[str, ...]:
-        """Side inputs that layers of this rank take."""
+        """Return the side inputs that layers of this rank take."""
         return tuple(dict.fromkeys(n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side))
 
     def side_optional(self) -> set[str]:
-        """Side inputs for which every layer of this rank has a default."""
+        """Return the side inputs for which every layer of this rank has a default."""
         required = {n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side_required}
         return set(self.side_needed()) - required
 
@@ -155,7 +156,8 @@ class Executor:
         side: Sequence[Mapping[str, Any]] | None = None,
         loss: bool = True,
     ) -> dict[int, Any]:
-        """The forwards alone, in the program's order: the losses (or outputs) of micro-batches that ended here."""
+        """Run only the forwards, in the program's order; return losses (or outputs) of micro-batches that end on this
+        rank."""
         losses: dict[int, Any] = {}
         sent: list[Any] = []
         self._begin(step)
@@ -177,7 +179,7 @@ class Executor:
         return losses
 
     def _transfer_output(self, ins: Step, sent: list[Any]) -> None:
-        """Post the receive of a stage's output, or send one; `sent` gets what must be released at the end."""
+        """Post the receive of a stage's output, or send one; slots to be released at the end are appended to `sent`."""
         slot, cell = ins.slot, ins.cell
         assert slot is not None
         if ins.code == RECEIVE:
@@ -191,7 +193,7 @@ class Executor:
         self, ins: Step, micro_batches: Sequence[Any] | None, targets: Sequence[Any] | None,
         side: Mapping[str, Any] | None, losses: dict[int, Any], *, with_loss: bool,
     ) -> None:  # fmt: skip
-        """One forward of `evaluate`; the loss (or output) of a micro-batch that ends here goes to `losses`."""
+        """Run one forward of `evaluate`; the loss (or output) of a micro-batch that ends here is stored in `losses`."""
         cell = ins.cell
         if ins.slot is None:
             value, needs = self.own_input(cell, micro_batches)
@@ -212,7 +214,7 @@ class Executor:
             cell.value = out
 
     def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
-        """The input of F if it does not come from another rank, and which of its leaves take a gradient."""
+        """Return the input of an F that does not come from another rank, and which of its leaves require a gradient."""
         if cell.before is not None:
             before = cell.before
             value, before.value = before.value, None
@@ -225,19 +227,19 @@ class Executor:
         self.begun += 1
         self.outside.clear()
         if self._seed is not None:
-            # All at once: one by one, between waits, each would find its code gone from the caches.
+            # All at once: computed one by one between waits, each would find its code evicted from the CPU's caches.
             common = step_seed(self._seed, step, self._replica)
             self.micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Turns errors into reports, and discards everything of an interrupted step."""
+        """Turn errors into reports, and discard everything of an interrupted step."""
         try:
             yield
         except TransferError as error:
             self._give_up()
             raise PeerError(self._hang_report(error)) from None
-        except PeerError as error:  # the failure of another rank must not be taken for this rank's
+        except PeerError as error:  # another rank's failure must not be reported as this rank's
             self.board.write(f"{self._place()}: {' '.join(str(error).split())[:200]}", last=True)
             self._give_up()
             raise
@@ -331,7 +333,7 @@ class Executor:
                 self.between_ops()
 
     def gradients_for(self, cell: Cell, slot: Any, losses: dict[int, Tensor], scales: Sequence[float]) -> list[Any]:
-        """What the backward pass of a cell starts from: the next stage's gradients, or the loss's own."""
+        """Return the gradients that a cell's backward starts from: the next stage's, or that of the loss itself."""
         if slot is not None:
             gradients = self.transport.take_gradient(slot)
             slot.ended = time.perf_counter()
@@ -349,12 +351,13 @@ class Executor:
         return (SplitLoss if self.target_was_split else Loss)(loss_fn, targets[micro_batch])
 
     def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
-        """The gradient with which a micro-batch's backward starts; created once, because nobody writes to it."""
+        """Return the gradient with which a micro-batch's backward starts. It is created once, because nothing writes to
+        it."""
         check_loss(loss if isinstance(loss, Tensor) else None)  # a number has no gradient
         key = (scale, loss.dtype, loss.shape, loss.device)
         seed = self._seeds.get(key)
         if seed is None:
-            if len(self._seeds) > 64:  # a loss scale that changes all the time
+            if len(self._seeds) > 64:  # the loss scale keeps changing
                 self._seeds.clear()
             seed = self._seeds[key] = torch.full_like(loss, scale)
         return seed
@@ -379,7 +382,7 @@ class Executor:
         return str(at.op)
 
     def pending(self) -> Place:
-        """The executor's current position, with the line for the board while it waits.
+        """Return the executor's current position, with the line for the board while it waits.
 
         On a GPU the host runs far ahead, so this is the position of the device, not of the host.
         """
@@ -425,7 +428,7 @@ class Executor:
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
 
     def _lost_report(self, words: str) -> str:
-        """A peer was lost outside a transfer: what this rank was at, and what the others were doing."""
+        """Report a peer that was lost outside a transfer: what this rank was doing, and what the others were doing."""
         place = self._place()
         self.board.write(f"{place}: {words}", last=True)
         lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
@@ -433,7 +436,7 @@ class Executor:
 
 
 def first_stages(plan: Plan) -> set[int]:
-    """Stages that take the batch on some path."""
+    """Return the stages that take the batch on some path."""
     if not plan.edges:
         return {route[0] for route in plan.routes}
     return {
@@ -444,6 +447,6 @@ def first_stages(plan: Plan) -> set[int]:
 
 
 def _output(value: Any) -> Any:
-    """The output as the user expects it: logits, even if the last layer leaves their product to the loss."""
+    """Return the output as the user expects it: logits, even if the last layer leaves their product to the loss."""
     logits = getattr(value, "logits", None)
     return logits() if callable(logits) else value

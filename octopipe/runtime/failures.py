@@ -1,4 +1,4 @@
-"""Interrupted steps: they leave the ranks out of step, and no further step may run without notice.
+"""Interrupted steps: ranks are out of step afterwards, so no further step may run until the pipeline has recovered.
 
 Knows: whether the last step of a pipeline was complete, the error if it was not, which op and layer an error came from,
 and what to warn about after the first step. Does not know: how to recover.
@@ -35,7 +35,7 @@ class Failures:
         """Whether the pipeline's transport and groups have been released."""
 
     def check(self) -> None:
-        """Raise unless every step so far was completed, and another one can be."""
+        """Raise an error unless every step so far was completed and the pipeline is open."""
         if self.closed and not self._broken:
             raise OctoPipeError("this pipeline was closed; make a new Pipeline (octopipe.switch closes the old one)")
         if self._broken:
@@ -53,11 +53,11 @@ class Failures:
         timeout_s: float,
         *give_up: Callable[[], None],
     ) -> Iterator[None]:
-        """Context of a step; if it raises, what it leaves behind is discarded.
+        """Context of a step: if the step raises, discard what it leaves behind.
 
-        `begun` counts started steps: an error that is found before anything is sent changes nothing.
-        `last_words` reports an error to the other ranks and returns their reports. A lost peer is told as one, wherever
-        in the step it shows.
+        `begun` counts started steps: an error that is raised before the step has started changes nothing. `last_words`
+        reports an error to the other ranks and returns their reports. The loss of a peer is reported as such, wherever
+        in the step it is noticed.
         """
         before = begun()
         try:
@@ -81,7 +81,7 @@ class Failures:
 
 
 def warn_of_gradients(rank: int, named: Iterable[tuple[str, nn.Parameter]], shared: Iterable[Shared]) -> None:
-    """After the first step: warn about trainable parameters without a gradient, and about hooks that saw only a part
+    """Warn, after the first step, about trainable parameters without a gradient, and about hooks that saw only a part
     of one. In one process, a tensor's hook sees the sum over all layers that use the parameter."""
     for parameter in shared:
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -103,7 +103,7 @@ def warn_of_gradients(rank: int, named: Iterable[tuple[str, nn.Parameter]], shar
 
 
 def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None:
-    """Add a note to an error of a step that states where it happened; type, text and traceback do not change."""
+    """Add a note to an error of a step that states where it happened; its type, text and traceback do not change."""
     if at is None or at.code >= SEND:
         return
     stage, rank = program.plan.stages[at.cell.stage], program.rank
@@ -118,12 +118,12 @@ def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None
     elif isinstance(error, IndexError) and "index out of range in self" in str(error):
         text += "; an id is beyond the rows of an embedding: a token of a larger vocabulary, or a sequence with more "
         text += "positions than the model has"
-    with contextlib.suppress(Exception):  # an error that takes no notes is told without
+    with contextlib.suppress(Exception):  # an error that accepts no notes is raised without
         error.add_note(text)
 
 
 def _layer_of(trace: TracebackType | None) -> str:
-    """The layer whose forward was running, according to the traceback; "" in a backward pass."""
+    """Return the layer whose forward was running, according to the traceback; "" in a backward pass."""
     found = ""
     end = max(line for _, _, line in Stage.call.__code__.co_lines() if line)
     while trace is not None:

@@ -8,7 +8,7 @@ layer. Does not know: precisions by name (`precision.py`), stages, how weight gr
     W   the bfloat16 operands, added to the float32 gradient as without float8
 
 W stays in bfloat16 for three reasons. The kernels want both operands with the tokens innermost, so it would have to
-round and transpose the input and the gradient once more. Its sum over all tokens is what small gradients disappear in.
+round and transpose the input and the gradient once more. Its sum over all tokens is where small gradients get lost.
 And its operands are held from F until W anyway, because a deferred W starts from them.
 
 Embeddings, the head with its loss, routers, norms, experts that are multiplied as a group, and layers with fewer than
@@ -46,7 +46,7 @@ _ROUTERS = ("gate", "router", "classifier")
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise where a device does not multiply float8."""
+    """Raise an error if a device cannot multiply float8."""
     refuse_on_cpu("fp8", device.type)
     if torch.version.hip is not None:
         raise OctoPipeError(f"precision fp8 on ROCm, whose float8 is another one: {FLOAT8_REMEDY}")
@@ -59,9 +59,9 @@ def require_float8(device: torch.device) -> None:
 
 
 def compute_in_float8(layer: nn.Module) -> int:
-    """Let the linear layers inside compute in float8 from now on; returns how many do.
+    """Make the linear layers inside compute in float8 from now on; returns how many do.
 
-    They stay the modules they are: names, hooks and saved state do not change.
+    They remain the same modules: names, hooks and saved state do not change.
     """
     count = 0
     heads = _heads(layer)
@@ -74,7 +74,8 @@ def compute_in_float8(layer: nn.Module) -> int:
 
 
 def _heads(layer: nn.Module) -> set[int]:
-    """Ids of the heads of transformers models inside: every piece of such a model holds the model's shell."""
+    """Return the ids of the heads of transformers models inside. Every layer cut from such a model contains the model's
+    outer module, through which its head can be asked for."""
     models = [m for m in layer.modules() if hasattr(m, "get_output_embeddings")]
     return {id(m.get_output_embeddings()) for m in models}  # type: ignore[operator]
 
@@ -90,18 +91,18 @@ def _is_router(name: str) -> bool:
 
 
 def float8_copies(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The float8 copies of weights that exist now."""
+    """Return the float8 copies of weights that exist now."""
     return [t for m in scaled_linears(modules) for t in m.scaled.tensors()]
 
 
 def scaled_linears(modules: Iterable[nn.Module]) -> Iterator[ScaledLinear]:
-    """The scaled linear layers inside these modules, each once."""
+    """Return the scaled linear layers inside these modules, each once."""
     seen: dict[nn.Module, None] = dict.fromkeys(m for top in modules for m in top.modules())
     return (m for m in seen if isinstance(m, ScaledLinear))
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` divided by a scale and rounded to float8, and the scale, a float32 scalar on the same device.
+    """Return `x` divided by a scale and rounded to float8, and the scale, a float32 scalar on the same device.
 
     The scale maps the largest element to the largest float8 number. An infinity or NaN in `x` gives NaN everywhere.
     """
@@ -111,7 +112,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`a @ b.T` of two float8 matrices with their scales; `fast`: sums in the precision of the tensor cores."""
+    """Return `a @ b.T` of two float8 matrices with their scales; `fast`: sums in the precision of the tensor cores."""
     if a.is_cuda:
         out: Tensor = scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast)
         return out
@@ -121,7 +122,7 @@ def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch
 class ScaledWeight:
     """The float8 copies of one weight [out, in]. They keep their addresses while the weight keeps its shape."""
 
-    octopipe_no_state = True  # follows the weight, whichever forward looks first (`stages/places.py`)
+    octopipe_no_state = True  # derived from the weight, whichever forward updates it first (`stages/places.py`)
     __slots__ = ("_seen", "columns", "rows", "scale")
 
     def __init__(self) -> None:
@@ -157,12 +158,12 @@ class ScaledWeight:
 
 
 class ScaledLinear(nn.Linear):
-    """A linear layer whose products are in float8. Made of an `nn.Linear` by `compute_in_float8`."""
+    """A linear layer whose products are in float8. `compute_in_float8` turns an `nn.Linear` into one."""
 
     scaled: ScaledWeight
 
     def follow(self) -> None:
-        """Bring the float8 copies up to date. Within a CUDA graph it is too late for that."""
+        """Update the float8 copies. This must happen before a CUDA graph is replayed, which only reads them."""
         if _is_plain(self.weight):
             self.scaled.follow(self.weight)
 
@@ -178,11 +179,12 @@ class ScaledLinear(nn.Linear):
 
 
 class _LastInput:
-    """The input that was rounded last: queries, keys and values, or gate and up, share one."""
+    """The input that was rounded last. Layers with the same input (queries, keys and values, or gate and up) share the
+    result."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, int, tuple[Tensor, Tensor]] | None = None
-        """A weak reference to the input, its version, and what it was rounded to."""
+        """A weak reference to the input, its version, and the result of rounding it."""
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         last = self._last
@@ -201,12 +203,13 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Not a part of a distributed tensor, nor another subclass, whose values we cannot see."""
+    """Return whether a weight is an ordinary tensor: not a part of a distributed tensor, nor of another subclass, whose
+    values are not accessible here."""
     return type(weight) in _PLAIN
 
 
 class ScaledProduct(Function):
-    """`x @ weight.T + bias`; the weight's gradient goes where the running stage wants it (`site`)."""
+    """`x @ weight.T + bias`; the weight's gradient goes where the running stage needs it (`site`)."""
 
     @staticmethod
     def forward(
@@ -225,7 +228,7 @@ class ScaledProduct(Function):
         out = product(values, scale, scaled.rows, scaled.scale, x.dtype, fast=True)
         if bias is not None:
             out += bias
-        return unsafe_view(out, (*x.shape[:-1], weight.shape[0]))  # no view: it may be changed in place
+        return unsafe_view(out, (*x.shape[:-1], weight.shape[0]))  # not a view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:

@@ -1,7 +1,7 @@
-"""Checks of what a `Pipeline` is given, so that a slip is told in one line where it was made.
+"""Checks the arguments of a `Pipeline`, so that a mistake is reported in one line where it was made.
 
-Knows: what layers, plans, losses and contexts look like, and what is mostly given in their place. Does not know: what
-is made of them.
+Knows: what layers, plans, losses and contexts look like, and what is often passed by mistake. Does not know: what
+they are used for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octopipe.simulation.lowering import Program
 
 
 def check_given(layers: Any, plan: Any, loss_fn: Any) -> None:
-    """Raise for arguments of a `Pipeline` that are something else than they are taken for."""
+    """Raise an error if an argument of a `Pipeline` is of the wrong kind."""
     listed = hasattr(layers, "__len__") and hasattr(layers, "__getitem__")
     if not listed or isinstance(layers, Mapping | nn.ModuleDict):
         raise OctoPipeError(
@@ -93,7 +93,7 @@ def _lists_names(given: Any) -> bool:
 
 
 def check_factory(layer: Callable[..., Any], number: int) -> None:
-    """Raise for a function that is no factory, because it takes arguments: a layer without a module, say."""
+    """Raise an error if a function is not a factory because it takes arguments, such as a layer without a module."""
     try:
         inspect.signature(layer).bind()
     except TypeError:
@@ -111,7 +111,7 @@ def check_factory(layer: Callable[..., Any], number: int) -> None:
 
 
 def check_built(module: nn.Module, number: int, device: torch.device) -> None:
-    """Raise for a module whose tensors cannot be trained or sent as they are."""
+    """Raise an error if a module has tensors that cannot be trained or sent as they are."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         what = ""
         if torch.nn.parameter.is_lazy(tensor):
@@ -125,7 +125,7 @@ def check_built(module: nn.Module, number: int, device: torch.device) -> None:
 
 
 def check_context(autocast: Any) -> None:
-    """Raise for a value of `autocast` that is neither a dtype nor a function that makes a context."""
+    """Raise an error if `autocast` is neither a dtype nor a function that makes a context."""
     if autocast is None or isinstance(autocast, torch.dtype):
         return
     if isinstance(autocast, AbstractContextManager) or hasattr(type(autocast), "__enter__") or not callable(autocast):
@@ -135,7 +135,7 @@ def check_context(autocast: Any) -> None:
 
 
 def takes_target(loss_fn: Any) -> bool:
-    """Whether a loss function cannot be called without a target, as far as its signature tells."""
+    """Return whether a loss function cannot be called without a target, as far as its signature tells."""
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
         return False
@@ -151,7 +151,7 @@ def takes_target(loss_fn: Any) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise for a loss of one micro-batch that is not one real number."""
+    """Raise an error if the loss of one micro-batch is not one real number."""
     if isinstance(loss, int | float):
         return
     if not isinstance(loss, Tensor) or loss.numel() != 1:

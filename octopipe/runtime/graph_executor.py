@@ -65,7 +65,7 @@ class GraphExecutor(Executor):
     # -- what an op is given -------------------------------------------------------------------------------
 
     def inputs(self, cell: GraphCell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
-        """What F consumes, and which of its leaves take a gradient (None: those that can)."""
+        """Return the input of F, and which of its leaves require a gradient (None: those that can)."""
         if cell.first:
             value, needs = self.own_input(cell, micro_batches)
             return self._picked(cell.stage, value), needs
@@ -103,7 +103,7 @@ class GraphExecutor(Executor):
         return total, [any(row[0] for row in wants)]
 
     def _picked(self, stage: int, batch: Any) -> Any:
-        """The entries of a dictionary that the first layer of the stage takes by name."""
+        """Return the entries of a dictionary that the first layer of the stage takes by name."""
         if not isinstance(batch, Mapping):
             return batch
         if stage not in self._picks:
@@ -139,7 +139,8 @@ class GraphExecutor(Executor):
         cell.versions = [t._version for t in _leaves(out) if isinstance(t, Tensor)] if several else []
 
     def then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
-        """What follows a stage's layers inside its forward: the loss, or a shard's part of it."""
+        """Return what follows a stage's layers inside its forward: the loss, or a shard's part of it; None if nothing
+        does."""
         if not cell.is_shard and not cell.last:
             return None
         layer = self.program.plan.stages[cell.stage].stop - 1
@@ -156,7 +157,7 @@ class GraphExecutor(Executor):
         return self.loss(targets, cell.micro_batch)
 
     def gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
-        """The gradient of a cell's output, summed over its consumers."""
+        """Return the gradient of a cell's output, summed over its consumers."""
         if cell.last:
             return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
         found = []
@@ -254,7 +255,8 @@ class GraphExecutor(Executor):
                 self.between_ops()
 
     def _output(self, port: Any) -> tuple[Any, Any]:
-        """The value that is sent along an edge. The stage keeps its output until it has been sent along every edge."""
+        """Return the value that is sent along an edge. The stage keeps its output until it has been sent along every
+        edge."""
         giver = port.giver
         value = giver.value
         self._taken(giver)
@@ -304,7 +306,7 @@ class GraphExecutor(Executor):
 
 
 def make_executor(program: Program, rank: int, *args: Any, **options: Any) -> Executor:
-    """The executor that a plan needs."""
+    """Return the executor that a plan needs."""
     if program.plan.forks:
         return GraphExecutor(graph_program(program, rank), *args, **options)
     return Executor(rank_program(program, rank), *args, **options)
@@ -323,7 +325,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of the gradients in the order of the edges, or None if there are none. The gradients are not modified."""
+    """Return the sum of the gradients in the order of the edges, or None if there are none; the gradients are not
+    modified."""
     there = [g for g in gradients if g is not None]
     if len(there) < 2:
         return there[0] if there else None

@@ -52,7 +52,7 @@ class GraphCell(Cell):
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
     is_shard: bool = False
-    """Whether it is a shard of a head: its output are partial sums of the loss."""
+    """Whether it is a shard of a head, whose outputs are partial sums of the loss."""
     left: int = 0
     """Number of consumers that have not received the output yet."""
     versions: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class GraphCell(Cell):
 
 
 def graph_program(program: Program, rank: int) -> RankProgram:
-    """The steps of one rank of a plan whose paths fork or join."""
+    """Return the steps of one rank of a plan whose paths fork or join."""
     plan = program.plan
     cells, ports = _cells(plan, rank)
     transfers: dict[tuple[int, bool], Slot] = {}
@@ -108,7 +108,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
 
 
 def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:
-    """Cells by stage and micro-batch, ports by edge and micro-batch."""
+    """Return cells by stage and micro-batch, and ports by edge and micro-batch."""
     again, heads = plan.table().index[R], plan.cut_heads
     cells: dict[tuple[int, int], GraphCell] = {}
     ports: dict[tuple[int, int, int], Port] = {}

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: which parameters are updated there, and how gradients and weights travel.
+"""Optimizer state in host memory: which parameters are updated there, and how gradients and weights are transferred.
 
 Knows: the choice of parameters for a share of the state, the pinned buffers in which gradients arrive and from which
 updated weights leave. Does not know: how weights are updated (any torch optimizer, which runs on the CPU for tensors
@@ -6,7 +6,7 @@ that are there), master weights' precision (`precision.py`), or activations in h
 
 Master weights and moments are ordinary host memory, because only the CPU touches them. A parameter's gradient and its
 updated value use the same pinned buffer one after the other: the gradient is no longer needed when the weight leaves.
-On a CPU there is nothing to cross, and the same values are copied in the same order.
+On a CPU nothing is transferred, and the same values are copied in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNED_BYTES = 64
 
 
 def hosted(parameters: Sequence[nn.Parameter], share: float) -> set[nn.Parameter]:
-    """The parameters whose state goes to host memory: at least this share of all values, and little more."""
+    """Return the parameters whose state goes to host memory: at least this share of all values, and little more."""
     if not share:
         return set()
     wanted = share * sum(p.numel() for p in parameters)
@@ -37,7 +37,7 @@ def hosted(parameters: Sequence[nn.Parameter], share: float) -> set[nn.Parameter
             held += parameter.numel()
         else:
             passed_over.append(parameter)
-    if held < wanted:  # each of these is more than what is missing: the smallest of them, and what it makes needless
+    if held < wanted:  # all of these exceed what is missing: add the smallest, then drop what is no longer needed
         chosen.add(passed_over[-1])
         held += passed_over[-1].numel()
         for parameter in sorted(chosen, key=lambda p: -p.numel()):
@@ -48,16 +48,17 @@ def hosted(parameters: Sequence[nn.Parameter], share: float) -> set[nn.Parameter
 
 
 class HostState:
-    """Parameters on a device, each with the tensor that is updated for it in host memory."""
+    """Parameters on a device, each with the tensor in host memory that is updated in its place."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]):
         self._pairs = list(pairs)
         self._crosses = any(parameter.is_cuda for parameter, _ in pairs)
         self._buffers: list[Tensor] = []
-        """For every pair, as many values as it has, in the dtype of what is updated; made when first used."""
+        """One buffer per pair, with as many values as it has, in the dtype of the updated tensor; allocated on first
+        use."""
 
     def bring_gradients(self) -> None:
-        """Give every tensor that is updated here its parameter's gradient; wait until it has arrived."""
+        """Copy the gradient of every parameter to the tensor that is updated for it, and wait until it has arrived."""
         if not self._buffers:
             self._buffers = _buffers([master for _, master in self._pairs], pinned=self._crosses)
         for (parameter, master), buffer in zip(self._pairs, self._buffers, strict=True):
@@ -83,12 +84,12 @@ class HostState:
 
 
 def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """The beginning of a buffer's memory as values of another, not larger, dtype."""
+    """Return the beginning of a buffer's memory as values of another dtype that is not wider."""
     return buffer.view(-1).view(dtype)[: buffer.numel()].view(buffer.shape)
 
 
 def _buffers(like: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """A contiguous buffer for each tensor, cut out of few pieces of memory."""
+    """Return a contiguous buffer for each tensor, cut out of a few pieces of memory."""
     places: list[tuple[int, int]] = []
     pieces: list[int] = []
     for tensor in like:

@@ -25,19 +25,20 @@ def mean_losses(
     *,
     cuts_unevenly: bool,
 ) -> Tensor:
-    """Every micro-batch's loss, in float64 (collective over all ranks). `losses`: those that ended here; `shares`: what
-    each counts; `cuts_unevenly`: this rank has cut the batch into micro-batches of different size."""
+    """Return every micro-batch's loss, in float64 (collective over all ranks). `losses`: those that end on this rank;
+    `shares`: the weight of each micro-batch; `cuts_unevenly`: this rank has split the batch into micro-batches of
+    different size."""
     values = torch.zeros(count + 2, dtype=torch.float64, device=device)
     for m, loss in losses.items():
         values[m] = loss
         if shares is not None:
             values[m] *= shares[m]
-    # Who cuts unevenly and who weighs so: both or neither.
+    # If the batch is split unevenly, the losses must be weighted accordingly, and the other way round.
     if cuts_unevenly:
         values[count] = 1
     if losses and shares is not None:
         values[count + 1] = 1
-    # Every loss has one maker and the sum of a number and zeros is that number: no rounding, whatever the plan.
+    # Every loss comes from one rank, and adding zeros to it does not round it: the plan makes no difference.
     if world.group is not None:
         wait_for(all_reduce(world.group, values), timeout_s, "the exchange of losses")
     for group in world.axes.values():

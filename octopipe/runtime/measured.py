@@ -34,14 +34,14 @@ class Recorder:
     def __init__(self, num_ops: int, device: torch.device):
         self.started, self.ended = [0.0] * num_ops, [0.0] * num_ops
         self._extras: list[tuple[str, Any, Any]] = []
-        """What followed the ops: a name, and the start and the end in seconds or as events."""
+        """The work that followed the ops: its name, and its start and end in seconds or as events."""
         self.device = device
         self._cuda = device.type == "cuda"
         self._stream: Any = None
-        """The one that a step's ops run on; asked for once a step, since asking costs as much as recording."""
+        """The stream of the step's ops; looked up once per step, because a lookup costs as much as recording."""
         self.events: list[Any] = []
         self.mark: Callable[[int, int], None] | None = None
-        """On a GPU: records the event of an op's start (0) or end (1); on the host the clock says all."""
+        """On a GPU: records the event of an op's start (0) or end (1). None on a CPU, where the clock is enough."""
         if self._cuda:
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_ops + 1)]
             self._done = _asking()
@@ -61,14 +61,15 @@ class Recorder:
             self.events[-1].record()
 
     def finished(self) -> bool:
-        """Whether the device has finished the last step."""
+        """Return whether the device has finished the last step."""
         return not self._cuda or self._done(self.events[-1])
 
     def device_at(self) -> tuple[int, bool] | None:
-        """The first op, by its place in the rank's order, that the device has not done, and whether it has begun it.
+        """Return the first op, by its position in the rank's order, that the device has not finished, and whether it
+        has begun.
 
-        None where the device has done all that was issued. Ops of this step that are not issued yet carry the
-        events of the step before, which are done. Asked from another thread (see `driver`).
+        None if the device has finished all that was issued. Ops of this step that are not issued yet have the events of
+        the step before, which are done. Called from another thread (see `driver`).
         """
         for k, event in enumerate(self.events[:-1]):
             if not self._done(event):
@@ -90,14 +91,14 @@ class Recorder:
         return event
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Starts and ends of ops in seconds on the host's clock; waits for the device."""
+        """Return starts and ends of ops in seconds on the host's clock; waits for the device."""
         return self.all_times()[:2]
 
     def all_times(self) -> tuple[list[float], list[float], list[tuple[str, float, float]]]:
-        """The same, with the times of extras."""
+        """Return the same as `times`, and the times of extras."""
         if not self._cuda:
             return self.started, self.ended, self._extras
-        # The anchor: an event recorded on an idle device happens when the host says it does.
+        # The anchor: an event recorded on an idle device takes place at the host's present time.
         torch.cuda.synchronize()
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record()
@@ -112,7 +113,8 @@ class Recorder:
 
 
 def _asking() -> Callable[[Any], bool]:
-    """Whether an event is done, asked without Python's lock where there is libcuda (on ROCm there is none)."""
+    """Return a function that tells whether an event is done: through libcuda, without holding Python's lock, or through
+    torch if there is no libcuda (as on ROCm)."""
     try:
         driver = Driver()
     except (OSError, AttributeError):
@@ -121,7 +123,7 @@ def _asking() -> Callable[[Any], bool]:
 
 
 def clock_offset_s(group: Group, rank: int) -> float:
-    """What to add to this rank's clock to get rank 0's (collective). Ranks of one host share a clock."""
+    """Return what to add to this rank's clock to get rank 0's (collective). Ranks of one host share a clock."""
     if len(set(gather_values(group, socket.gethostname()))) == 1:
         return 0.0
     offsets = torch.zeros(group.size(), dtype=torch.float64)
@@ -149,7 +151,8 @@ def clock_offset_s(group: Group, rank: int) -> float:
 def measured_timeline(
     program: RankProgram, recorder: Recorder, group: Group, costs: CostTable | None, label: str
 ) -> Timeline:
-    """The last step of all ranks (collective). Memory curves are the cost table's bytes at the measured times."""
+    """Return the timeline of the last step of all ranks (collective). Memory curves are the cost table's bytes at the
+    measured times."""
     plan, rank = program.plan, program.rank
     offset = 0.0 if group is None else clock_offset_s(group, rank)
     started, ended, extras = recorder.all_times()

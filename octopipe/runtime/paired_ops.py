@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a step was given, and the losses that it collects."""
+    """The inputs of a step, and the losses that it collects."""
 
     micro_batches: Sequence[Any] | None
     targets: Sequence[Any] | None
@@ -33,11 +33,12 @@ class Given(NamedTuple):
 
 
 def begins(first: int, second: int) -> int:
-    """Which op of a pair has the first turn, by their kinds: the same on all members of an expert group.
+    """Return which op of a pair has the first turn (0 or 1), by their kinds: the same on all members of an expert
+    group.
 
-    A backward, where there is one: a layer's backward starts with the exchange that its forward ended with, and the
-    other op can compute beside it from the start. A W, which has no exchange, comes second: it runs in portions beside
-    the other op's exchanges.
+    A backward goes first, if there is one: a layer's backward starts with the exchange that its forward ended with, and
+    the other op can compute beside it from the start. A W, which has no exchange, comes second: it runs in portions
+    beside the other op's exchanges.
 
     >>> [begins(a, b) for a, b in ((F, B), (B, F), (W, F), (F, W), (F, F))]
     [1, 0, 1, 0, 0]
@@ -47,17 +48,17 @@ def begins(first: int, second: int) -> int:
 
 
 class Prepared(NamedTuple):
-    """An op of a pair with its inputs at hand."""
+    """An op of a pair whose inputs have been collected."""
 
     compute: Callable[[], None]
     finish: Callable[[], None]
-    """Hands its results on."""
+    """Passes its results on."""
     fill: Fill = None
-    """What it computes while its exchanges are under way (see `turns.py`)."""
+    """The work that it can compute while its exchanges are under way (see `turns.py`)."""
 
 
 class Portions:
-    """Divides a W over the exchanges of the op beside it: after each portion, the other op has its turn.
+    """Divides a W over the exchanges of the op beside it: after each portion, the other op gets its turn.
 
     >>> turns = []
     >>> portions = Portions(6, 3, lambda: turns.append("other"))
@@ -83,10 +84,10 @@ class PairedOps:
     """Runs the pairs of one executor's program."""
 
     def __init__(self, executor: Executor):
-        # The executor owns this object: a reference to it would keep both until Python looks for circles.
+        # The executor owns this object: a strong reference to it would keep both until Python collects cycles.
         self._owner, self._turns = ref(executor), Turns()
         self._exchanges: dict[tuple[int, int], int] = {}
-        """How often an op of a stage, by its kind, exchanged within its last pair."""
+        """By stage and kind of an op: how many exchanges it had in its last pair."""
 
     def run(self, first: Step, second: Step, given: Given) -> None:
         executor, clock = self._executor, time.perf_counter
@@ -95,7 +96,7 @@ class PairedOps:
         ops = [self._prepared(ins, given, other) for ins, other in zip((first, second), beside, strict=True)]
         parts = {id(stage): stage for ins in (first, second) for stage, _ in executor.chains[ins.cell.stage].parts}
         modes = [mode for stage in parts.values() for mode in (stage.mode, stage.rerun)]
-        # Where a forward works on copies of what it changes, no other op of its stage may come in between.
+        # If a forward works on copies of the state that it changes, no other op of its stage may run in between.
         apart = first.cell.stage == second.cell.stage and not all(stage.replay.settled() for stage in parts.values())
         k = first.number
         recorder.started[k] = clock()
@@ -119,7 +120,7 @@ class PairedOps:
             recorder.mark(k, 1)
             recorder.mark(second.number, 0)
             recorder.mark(second.number, 1)
-        # As in a prediction: the first has the time of both, the second ends with it.
+        # As in a predicted timeline: the first op's span covers both, and the second op's is empty at its end.
         recorder.ended[k] = recorder.started[second.number] = recorder.ended[second.number] = clock()
         for op, ins in zip(ops, (first, second), strict=True):
             op.finish()
@@ -170,7 +171,8 @@ class PairedOps:
     def _forward_of(
         self, cell: Cell, given: Given, arguments: tuple[Any, Any, Any], hand_on: Callable[[Any], None]
     ) -> Prepared:
-        """F of a cell with its `arguments` (input, which leaves take a gradient, loss); `hand_on` takes its output."""
+        """Prepare F of a cell with its `arguments` (input, which leaves require a gradient, loss); `hand_on` receives
+        its output."""
         executor, results = self._executor, list[Any]()
         seed = executor.micro_batch_seeds[cell.micro_batch]
         side = None if given.sides is None else given.sides[cell.micro_batch]
@@ -197,9 +199,10 @@ class PairedOps:
         return self._backward_of(ins, gradients, hand_back)
 
     def _backward_of(self, ins: Step, gradients: list[Any], hand_back: Callable[[list[Any]], None]) -> Prepared:
-        """I or B from these gradients of the output; `hand_back` takes the gradients of the input.
+        """Prepare I or B from these gradients of the output; `hand_back` receives the gradients of the input.
 
-        A pair's B leaves its weight gradients until its next exchange: they fill what the other op leaves exposed.
+        The B of a pair defers its weight gradients to its next exchange, where they fill the time that the other op
+        leaves.
         """
         ops, cell, results = self._executor.ops, ins.cell, list[Any]()
         split = ins.code == B and not isinstance(ops, GraphedOps)
@@ -218,7 +221,7 @@ class PairedOps:
         ops, cell = self._executor.ops, ins.cell
         if ins.code == R:
             return Prepared(lambda: ops.recompute(cell), lambda: None)
-        # As many portions as the other op has exchanges, by what it did last: W then runs beside all of them.
+        # As many portions as the other op had exchanges in its last pair, so that W runs beside all of them.
         number = self._exchanges.get((beside.cell.stage, beside.code), 1)
         portions = Portions(ops.weight_work(cell), number, give_turn)
         return Prepared(lambda: ops.weight(cell, portions), lambda: None)

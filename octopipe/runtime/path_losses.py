@@ -27,21 +27,21 @@ class PathLosses:
         self.losses = dict(losses)
 
     def each(self, wrap: Callable[[Callable[[Any, Any], Tensor]], Callable[[Any, Any], Tensor]]) -> PathLosses:
-        """The same layers, every loss function wrapped."""
+        """Return the losses of the same layers, each wrapped by `wrap`."""
         return PathLosses({layer: wrap(loss) for layer, loss in self.losses.items()})
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         raise OctoPipeError("PathLosses is several losses: use it with a plan whose paths fork")
 
     def of_layer(self, layer: int) -> Callable[[Any, Any], Tensor]:
-        """The loss of the stage that ends with this layer."""
+        """Return the loss of the stage that ends with this layer."""
         if layer not in self.losses:
             known = ", ".join(map(str, sorted(self.losses)))
             raise OctoPipeError(f"a path ends with layer {layer}, and losses are given for {known}; add one for it")
         return self.losses[layer]
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that ends anywhere else."""
+        """Raise an error if a path of the plan ends with a layer that has no loss."""
         for number, route in enumerate(plan.routes):
             leaves = {a for a, _ in plan.edges[number]} if plan.edges else set(route[:-1])
             for s in route:

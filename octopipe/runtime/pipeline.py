@@ -144,7 +144,7 @@ class Pipeline:
         self._inputs.check_side(self.world)
 
     def _before_the_first_step(self) -> None:
-        """The state that steps change."""
+        """Initialise the state that steps change."""
         self.failures = Failures()
         self.loss_scale = 1.0
         """Factor on the gradient of the loss (for float16); divide the gradients by it before the optimizer."""
@@ -159,7 +159,7 @@ class Pipeline:
         self._first_step = self._watches_copies = True
 
     def _assemble(self) -> None:
-        """Creates everything that a step needs besides the layers (collective over the pipeline's ranks)."""
+        """Create everything that a step needs besides the layers (collective over the pipeline's ranks)."""
         world, timeout_s = self.world, self.timeout_s
         self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
         self.board = board = Board(world.store(), board_name(world), self.rank, world.size)
@@ -262,9 +262,9 @@ class Pipeline:
                 with self.recorder.extra("reduce"):
                     self.reducer.finish()
             self._finish_step()
-            if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
+            if first and verifier is None:  # after the reduction: a tied parameter's gradient may be of another rank
                 warn_of_gradients(self.rank, self.named_parameters(), self.layers.shared())
-            if self._watches_copies:  # in the second step, too: a rank may see a layer once a step
+            if self._watches_copies:  # also in the second step: a rank may run a layer only once per step
                 told = warn_of_copies(self.executor.chains, self.layers.ranks_of)
                 self._watches_copies = self.executor.steps_run < 2 and not told
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
@@ -276,7 +276,7 @@ class Pipeline:
         return self.losses.mean()
 
     def _finish_step(self) -> None:
-        """Synchronises everything besides gradients that ranks share."""
+        """Synchronise everything besides gradients that ranks share."""
         if self._leaves is not None and self._leaves.finish(self.world):
             self._leaves = None
         self._buffers.keep_alike()
@@ -284,21 +284,21 @@ class Pipeline:
             share_overflow(self.layers.named.values(), self.world, self.device, self.timeout_s)
 
     def _scales_loss(self) -> bool:
-        """Whether gradients may overflow: with a scaled loss or float16."""
+        """Return whether gradients may overflow: with a scaled loss or float16."""
         if self.world.size == 1 and not self.world.axes and not self.world.model_axes:
             return False
         return self.loss_scale != 1.0 or self._half
 
     def _take_replaced(self) -> None:
-        """Takes over parameters that have been replaced since the last check."""
+        """Take over parameters that have been replaced since the last check."""
         replaced = self.layers.refresh()
         if replaced:
             self.reducer.renew(self.layers.shared())
             self._replaced += replaced
 
     def evaluate(self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None) -> Tensor:
-        """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
-        # What is made here is used again in training: it must not be of inference mode.
+        """Return the mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
+        # Tensors created here are used again in training, so they must not be inference tensors.
         self.failures.check()
         with self._whole(), torch.inference_mode(False), torch.no_grad():
             inputs, targets = self._inputs.split(batch, target)
@@ -307,7 +307,7 @@ class Pipeline:
             return self._mean_loss(losses, self._inputs.shares(batch, target), batch)
 
     def forward(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
-        """The last layer's outputs without gradients, all micro-batches joined row by row (a list for a list).
+        """Return the last layer's outputs without gradients, all micro-batches joined row by row (a list for a list).
 
         `to="last"`: ranks with a last stage get them, the others None; `to="all"`: every rank does. Collective.
         """
@@ -337,7 +337,7 @@ class Pipeline:
             return found if listed else join(found)
 
     def predict(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
-        """`forward` with all layers in eval mode; their previous mode is restored."""
+        """Run `forward` with all layers in eval mode; their previous mode is restored."""
         flags = [(m, m.training) for module in self.layers.modules.values() for m in module.modules()]
         try:
             return self.eval().forward(batch, side=side, to=to)
@@ -359,7 +359,7 @@ class Pipeline:
         Parameters and optimizer are unchanged; call `zero_grad`, because the gradients of the failed step are partial.
         """
         if self.device.type == "cuda":
-            # It may wait for ever for what was never sent.
+            # The device may wait forever for a tensor that was never sent.
             raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)
@@ -376,12 +376,13 @@ class Pipeline:
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The global norm of all ranks' gradients, summed in layer order; a parameter on several ranks counts once."""
+        """Return the norm of all ranks' gradients, summed in layer order; a parameter on several ranks counts once."""
         self._take_replaced()
         return self.replicas.norm(norm_type)
 
     def grad_scaler(self, **options: Any) -> PipelineGradScaler:
-        """A `torch.amp.GradScaler` with these options that skips a step on all ranks or on none, and sets `loss_scale`.
+        """Return a `torch.amp.GradScaler` with these options that skips a step on all ranks or none, and sets
+        `loss_scale`.
 
         torch's own works as well, with `loss_scale = scaler.get_scale()` before every step (see `ranks/overflow.py`).
         """
@@ -398,7 +399,7 @@ class Pipeline:
     # -- the model -------------------------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
+        """Return this rank's parameters, each once."""
         return (p for _, p in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -407,7 +408,7 @@ class Pipeline:
         return iter(self.layers.named.items())
 
     def modules(self) -> dict[int, nn.Module]:
-        """This rank's layers by number; a loss with parameters has the number after the last layer."""
+        """Return this rank's layers by number; a loss with parameters has the number after the last layer."""
         return self.layers.modules
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -419,7 +420,7 @@ class Pipeline:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's parameters and buffers as `layer.name`: the same keys under every plan."""
+        """Return this rank's parameters and buffers as `layer.name`: the same keys under every plan."""
         return self.layers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -427,7 +428,7 @@ class Pipeline:
         self.layers.load_state_dict(state)
 
     def timeline(self, label: str = "") -> Timeline:
-        """The measured timeline of the last step on all ranks, with a common clock."""
+        """Return the measured timeline of the last step on all ranks, with a common clock."""
         name = label or str(self.plan.extra.get("system", "")) or "measured"
         return measured_timeline(self.executor.program, self.recorder, self.world.control, self.costs, name)
 

@@ -50,7 +50,7 @@ Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 
 def autocast_context(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """The context of forwards; for a dtype, torch.autocast to it."""
+    """Return a function that makes the context of forwards; for a dtype, torch.autocast to it."""
     check_context(wanted)
     if isinstance(wanted, torch.dtype):
         return partial(torch.autocast, device.type, dtype=wanted)
@@ -62,12 +62,12 @@ def has_main_gradients(precision: str) -> bool:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The value for `Pipeline(autocast=...)`."""
+    """Return the value for `Pipeline(autocast=...)`."""
     return torch.bfloat16 if precision == "autocast-bf16" else None
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's `.grad`."""
+    """Return the dtype of a parameter's `.grad`."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
@@ -85,7 +85,7 @@ def keep_main_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The class name of the updating optimizer, which must match that of a checkpoint."""
+    """Return the class name of the updating optimizer, which must match that of a checkpoint."""
     inner = optimizer.inner if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
     return type(inner).__name__
 
@@ -108,7 +108,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     `make` then receives this replica's share. Float32 parameters are sharded in the same way.
 
     `host`: the share of master weights and optimizer state that is kept in host memory and updated by the CPU (0 to
-    1). Of float32 parameters, the copy that is updated is there. `make` receives CPU tensors for this share.
+    1). For float32 parameters, the copy that is updated is kept there. `make` receives CPU tensors for this share.
 
     Weights that are changed between two steps (loaded, reset) are taken over: a master weight is updated from its
     parameter whenever the parameter is no longer the rounded master weight.
@@ -151,7 +151,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._away = HostState([pair for pair in self._pairs if pair[0] in away])
         self._versions: dict[nn.Parameter, int] = {}
         self._note_versions()
-        # torch's optimizers refuse an empty list, which a share of very few parameters may be.
+        # torch's optimizers reject an empty list, and the share of a replica may be empty.
         updated = list(self._masters.values()) or [_nothing()]
         self.inner = make(updated)
         """The optimizer returned by `make`."""
@@ -176,11 +176,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return _State(self)
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this replica updates the parameter; without sharding, all replicas do."""
+        """Return whether this replica updates the parameter; without sharding, all replicas do."""
         return self.owners is None or self.owners.owns(parameter)
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
-        """The float32 master weight of one of the model's parameters, or None."""
+        """Return the float32 master weight of one of the model's parameters, or None."""
         found = self._masters.get(parameter)
         if found is None or found is parameter:
             return None
@@ -188,11 +188,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return found
 
     def place_of(self, parameter: nn.Parameter) -> torch.device:
-        """Where the state of one of the model's parameters is."""
+        """Return the device that holds the state of one of the model's parameters."""
         return self._masters[parameter].device
 
     def parameter_of(self, updated: Tensor) -> Tensor:
-        """The model's parameter for one of the tensors in the parameter groups."""
+        """Return the model's parameter for one of the tensors in the parameter groups."""
         return self._models.get(id(updated), updated)
 
     def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
@@ -206,7 +206,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs one update. A closure is called with gradients enabled, as in torch's optimizers."""
+        """Perform one update. A closure is called with gradients enabled, as in torch's optimizers."""
         for parameter, master in self._pairs:
             self._follow(parameter, master)
         self._lend_gradients()
@@ -229,7 +229,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         raise OctoPipeError("parameters cannot be added to a MixedPrecisionOptimizer; make it after they are trainable")
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and this rank's master weights, by name."""
+        """Return the inner optimizer's state and this rank's master weights, by name."""
         masters = {m.layer_name: m.detach() for _, m in self._pairs}  # type: ignore[attr-defined]
         return {"inner": self.inner.state_dict(), "masters": masters}
 
@@ -262,7 +262,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Sets the parameters to their rounded master weights."""
+        """Set the parameters to their rounded master weights."""
         if self._here:
             foreach_copy_([p for p, _ in self._here], [m for _, m in self._here])
         self._away.return_weights()
@@ -306,7 +306,7 @@ class _State(MutableMapping[nn.Parameter, dict[str, Any]]):
         found: dict[str, Any] = self._inner[self._masters[parameter]]
         return found
 
-    def get(self, parameter: nn.Parameter, default: Any = None) -> Any:  # not as a defaultdict would
+    def get(self, parameter: nn.Parameter, default: Any = None) -> Any:  # does not insert the default
         found = self._masters.get(parameter)
         return default if found is None else self._inner.get(found, default)
 

@@ -30,7 +30,7 @@ from octopipe.simulation.lowering import Program
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """One stage and one micro-batch: what F leaves for backward, and the neighbours."""
+    """One stage and one micro-batch: the state that F leaves for the backward, and the neighbours."""
 
     stage: int
     micro_batch: int
@@ -51,15 +51,15 @@ class Cell:
     gradients: Any = None
     """Gradients of the inputs until they have been passed on."""
     sent: Any = None
-    """The form of the message that carried the output: its gradients have the same."""
+    """The form of the message that carried the output; its gradients have the same form."""
     asked: Any = None
-    """The form of the message that brought the input: says which gradients go back."""
+    """The form of the message that brought the input, which states the gradients to send back."""
     offloads: bool = False
     """Whether its activations go to host memory after F."""
     parcel: Any = None
     """The activations that are in host memory."""
     graphs: Any = None
-    """Its captured ops by kind, where ops are replayed from CUDA graphs; kept from step to step."""
+    """Its captured ops by kind, if ops are replayed from CUDA graphs; kept from step to step."""
 
     def clear(self) -> None:
         """Discard the state of an interrupted step."""
@@ -86,7 +86,7 @@ class Slot:
     """Whether the receive was due before the form of its message was known."""
     state: Any = None
     started: float = 0.0
-    """When a send was issued (clock of `measured`)."""
+    """When a send was issued (on the clock of `measured`)."""
     ended: float = 0.0
     """When a receive was known to be complete."""
     nbytes: int = 0
@@ -120,20 +120,20 @@ class Step:
     code: int
     cell: Cell
     slot: Slot | None
-    """F, I, B: where the op's input arrives from another rank. SEND, RECEIVE: the transfer."""
+    """F, I, B: the slot in which the op's input arrives from another rank. SEND, RECEIVE: the transfer."""
     op: Op
     number: int = -1
-    """Compute: the op's place in the rank's order."""
+    """Compute: the op's position in the rank's order."""
     release: tuple[Slot, ...] = ()
-    """Sends that are certainly received once this op's inputs are there."""
+    """Sends whose tensors have certainly been received once this op's inputs are there."""
     layers_done: tuple[int, ...] = ()
     """Layers whose gradients are complete on this rank after this op."""
     moves: Moves | None = None
-    """Activations that leave or come back before this op."""
+    """Activations that are moved to host memory or back before this op."""
     beside: Step | None = None
     """The op that runs together with this one."""
     is_second: bool = False
-    """Whether it is such an op: it runs with the one before it."""
+    """Whether it is the second op of a pair, which runs together with the step before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class RankProgram:
     needs_batch: bool
     needs_target: bool
     last_releases: tuple[Slot, ...] = field(default=())
-    """Sends that nothing proves received before the end of the step."""
+    """Sends that are not proven to be received before the end of the step."""
 
     @property
     def plan(self) -> Plan:
@@ -156,7 +156,7 @@ class RankProgram:
 
 
 def rank_program(program: Program, rank: int) -> RankProgram:
-    """The steps of one rank."""
+    """Return the steps of one rank."""
     plan = program.plan
     if plan.forks:
         raise OctoPipeError("this plan's paths fork or join: `graph_program` makes its steps")
@@ -212,7 +212,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
 
 
 def op_steps(cells: Mapping[tuple[int, int], Cell], op: Op, beside: Op | None) -> list[Step]:
-    """The step of an op, followed by that of the op which runs beside it as a pair."""
+    """Return the step of an op, followed by that of the op which runs beside it as a pair."""
     step = Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op)
     if beside is None:
         return [step]
@@ -221,7 +221,7 @@ def op_steps(cells: Mapping[tuple[int, int], Cell], op: Op, beside: Op | None) -
 
 
 def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
-    """Add to a rank's steps which activations move to host memory and back."""
+    """Add to a rank's steps which activations are moved to host memory and back."""
     moves = program.moves
     if moves is None or moves.number == 0:
         return
@@ -231,7 +231,7 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
         )
     t = program.plan.table()
     base = int(t.offsets[rank])
-    # Back in the order of the backwards, as the lane has it.
+    # Moves back are in the order of the backwards, as in the lane.
     for k in sorted(range(moves.number), key=lambda k: int(moves.back[k])):
         if t.rank[moves.forward[k]] != rank:
             continue
@@ -246,7 +246,8 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
 
 
 def queue_of(channel: str, rank: int, peer: int, sending: bool) -> tuple[int, ...]:
-    """The in-order queue of a transfer: named alike at both ends, except `single`, where a rank has one."""
+    """Return the in-order queue of a transfer. Both ends use the same name, except for `single`, where a rank has one
+    queue."""
     if channel == "directed":
         return (rank, peer) if sending else (peer, rank)
     if channel == "pair":
@@ -273,7 +274,7 @@ def _cells(plan: Plan, rank: int) -> dict[tuple[int, int], Cell]:
 
 
 def layers_done(plan: Plan, rank: int) -> dict[int, tuple[int, ...]]:
-    """Position in the rank's order -> layers that get no more gradient on this rank after it."""
+    """Return, by position in the rank's order, the layers that get no more gradient on this rank after it."""
     last: dict[int, int] = {}
     for k, op in enumerate(plan.orders[rank]):
         if op.kind in "WB":
@@ -287,7 +288,7 @@ def layers_done(plan: Plan, rank: int) -> dict[int, tuple[int, ...]]:
 
 
 def _clocks(plan: Plan) -> NDArray[np.int32]:
-    """clocks[op, rank]: how many of the rank's ops have certainly ended when the op starts."""
+    """Return clocks[op, rank]: how many of the rank's ops have certainly ended when the op starts."""
     t = plan.table()
     graph = with_rank_order(t, plan.predecessor_table())
     position = np.arange(t.rank.size, dtype=np.int32) - t.offsets[t.rank]
@@ -303,7 +304,7 @@ def _clocks(plan: Plan) -> NDArray[np.int32]:
 
 
 def proven_releases(program: Program, rank: int, sends: list[Slot]) -> dict[int, list[Slot]]:
-    """Position in the rank's order -> sends proven received by then; -1: at the end of the step."""
+    """Return, by position in the rank's order, the sends proven to be received by then; -1: at the end of the step."""
     plan = program.plan
     t = plan.table()
     out: dict[int, list[Slot]] = {}
@@ -314,7 +315,7 @@ def proven_releases(program: Program, rank: int, sends: list[Slot]) -> dict[int,
     for slot in sends:
         consumer, producer = int(program.target[slot.number]), int(program.source[slot.number])
         peer = int(t.rank[consumer])
-        # Ops of ours only ever know more; the first that knows of the consumer comes after the producer.
+        # Later ops of this rank know at least as much; the first that knows of the consumer is after the producer.
         k = int(np.searchsorted(clocks[:, peer], consumer - int(t.offsets[peer]) + 1))
         k = max(k, producer - lo + 1)
         out.setdefault(k if k < hi - lo else -1, []).append(slot)

@@ -27,7 +27,7 @@ class StepInputs:
         self._count, self._executor, self._names = plan.num_micro_batches, executor, side_inputs
 
     def split(self, batch: Any, target: Any, *, with_loss: bool = True) -> tuple[list[Any] | None, list[Any] | None]:
-        """The micro-batches of the batch and of the target, each None on ranks that do not use it."""
+        """Return the micro-batches of the batch and of the target, each None on ranks that do not use it."""
         mine = self._executor.program
         if with_loss and target is None and mine.needs_target and takes_target(self._executor.loss_fn):
             raise OctoPipeError(f"rank {mine.rank} holds a last stage, and loss_fn takes a target: give it the target")
@@ -39,12 +39,12 @@ class StepInputs:
         return inputs, targets
 
     def shares(self, batch: Any, target: Any) -> list[float] | None:
-        """The weights of the micro-batches' losses on this rank; None if all are equal."""
+        """Return the weights of the micro-batches' losses on this rank; None if all are equal."""
         rows = rows_of(target)
         return weights(rows_of(batch) if rows is None else rows, self._count)
 
     def split_side(self, side: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-        """The side inputs of every micro-batch by name; None where layers here take none."""
+        """Return the side inputs of every micro-batch by name; None if no layer of this rank takes one."""
         executor = self._executor
         needed = executor.side_needed()
         given = dict(side or {})
@@ -67,7 +67,7 @@ class StepInputs:
         return [{name: part[m] for name, part in parts.items()} for m in range(self._count)]
 
     def check_side(self, world: World) -> None:
-        """Every name is an argument of some layer, on some rank (collective over the pipeline)."""
+        """Raise an error unless every name is an argument of some layer on some rank (collective over the pipeline)."""
         if self._names:
             taken = {name for names in world.gather(self._executor.side_needed()) for name in names}
             unknown = [name for name in self._names if name not in taken]

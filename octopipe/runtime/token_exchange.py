@@ -39,9 +39,10 @@ Splits = Sequence[int] | None
 
 
 class TokenExchange:
-    """An all-to-all between the members of a group (collective: made, called and closed by all in one order)."""
+    """An all-to-all between the members of a group. Collective: all members create, call and close it in the same
+    order."""
 
-    octopipe_no_state = True  # a layer that holds one does not own the rings' counters (`stages/places.py`)
+    octopipe_no_state = True  # the rings' counters are not the state of a layer that has one (`stages/places.py`)
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class TokenExchange:
         )
 
     def __call__(self, rows: Tensor, *, send: Splits = None, receive: Splits = None) -> Tensor:
-        """The rows that all members have for this one, in the order of the members; differentiable.
+        """Return the rows that all members send to this one, in the order of the members; differentiable.
 
-        `send` and `receive` say how many rows go to and come from every member; without them all are equal.
+        `send` and `receive` are the numbers of rows that go to and come from every member; by default all are equal.
         """
         send = self._splits(send, rows.shape[0], "send")
         receive = self._splits(receive, rows.shape[0], "receive")
@@ -88,12 +89,12 @@ class TokenExchange:
         return tuple(int(n) for n in splits)
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Moving:
-        """Issue an exchange; nothing of `rows` may change until it was waited for."""
+        """Start an exchange; `rows` must not change until it was waited for."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
         given, taken = rows.split(list(send)), out.split(list(receive))
         taken[self.rank].copy_(given[self.rank])
-        # Receives first: a send that finds its arena full waits on the host, and receives go on meanwhile.
+        # Receives first: a send whose arena is full waits on the host, while receives continue.
         receivers, senders = self._rings.receivers.items(), self._rings.senders.items()
         works: list[Any] = [ring.receive(taken[peer]) for peer, ring in receivers if taken[peer].numel()]
         works += [ring.send(given[peer]) for peer, ring in senders if given[peer].numel()]
@@ -123,14 +124,14 @@ class Moving(NamedTuple):
     timeout_s: float
 
     def wait(self) -> Tensor:
-        """The received rows; work that is issued from now on can use them."""
+        """Return the received rows; work that is issued from now on can use them."""
         for work in self.works:
             work.wait(timedelta(seconds=self.timeout_s))
         return self.out
 
 
 class _Exchanged(Function):
-    """Backward sends every gradient row back to where its row came from."""
+    """Exchanges rows; its backward sends every gradient row back to where its row came from."""
 
     @staticmethod
     def forward(

@@ -35,7 +35,7 @@ def main() -> None:
     for check in (torch_version, devices, collectives, kernels, mps, two_ranks):
         try:
             findings += check()
-        except Exception as error:  # whatever it is, it is what a user should see
+        except Exception as error:  # every failure is a finding that the user should see
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             findings.append((check.__name__.replace("_", " "), BROKEN, why, "see the message"))
     sys.stdout.write(json.dumps(findings) + "\n")
@@ -106,7 +106,7 @@ def collectives() -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Optional packages, imported: one that is installed for another torch is broken, not there."""
+    """Import the optional packages: one that was built for another torch counts as broken, not as installed."""
     import torch
 
     out: list[Finding] = []
@@ -127,7 +127,7 @@ def kernels() -> list[Finding]:
 
 
 def mps() -> list[Finding]:
-    """NVIDIA's Multi-Process Service matters only where ranks share a GPU."""
+    """Look for NVIDIA's Multi-Process Service, which matters only if ranks share a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Every private name of PyTorch that the package uses (PyTorch's pipelining apart), for every supported version.
 
-Knows: the name, what it is used for, and what stands in its place where a version does not have it. Does not know: who
+Knows: the name, what it is used for, and what replaces it in a version that does not have it. Does not know: who
 uses it. `tests/runtime/test_runtime_private.py` has a test for every name and every attribute below, and checks that
 no other module names one: a version of PyTorch that renames one of them fails there, by its name.
 
@@ -29,28 +29,29 @@ WithoutFunctionModes = torch._C.DisableTorchFunction
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 is_functorch_active = torch._C._are_functorch_transforms_active
 top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""Hooks on what autograd saves, which checkpointing works by; None where torch cannot tell."""
+"""The default hooks on saved tensors, on which checkpointing is built; None if this torch cannot tell."""
 set_grad_enabled = torch._C._set_grad_enabled
-"""What `torch.no_grad()` calls: a mode meets this function, not the public one."""
+"""The function that `torch.no_grad()` calls: a function mode sees this one, not the public one."""
 
 
 def forward_mode_level() -> int:
-    """How many forward-mode differentiations are open, less one."""
+    """Return the number of open forward-mode differentiations, less one."""
     return forward_ad._current_level
 
 
 # -- autograd's engine --------------------------------------------------------------------------------------------
 
 engine_task_id = torch._C._current_graph_task_id
-"""Which call of torch's engine runs now."""
+"""Returns the number of the call of autograd's engine that is running."""
 will_engine_execute = torch._C._will_engine_execute_node
 PythonFunctionNode = torch._C._FunctionBase
 """The node of a `Function` that is written in Python."""
 engine_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
-"""What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
+"""The function that `torch.autograd.backward` ends in. The checks before it, of our own gradients, cost as much as a
+small op."""
 run_engine: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
-"""What that calls in turn, once it has copied the context for the threads of devices: without devices there are none.
-Unlike the public function it does not compare shapes."""
+"""The function that `engine_run_backward` calls, after copying the context for the threads of devices (without devices
+there are none). Unlike the public function it does not compare shapes."""
 
 # -- products and memory ------------------------------------------------------------------------------------------
 
@@ -61,11 +62,11 @@ unsafe_view = torch.ops.aten._unsafe_view
 """The same numbers in another shape, as a tensor that autograd does not treat as a view."""
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 storage_use_count = torch._C._storage_Use_Count
-"""How many tensors share a storage, by the storage's `_cdata`."""
+"""The number of tensors that share a storage, given the storage's `_cdata`."""
 
 
 def flash_attention_on_host() -> tuple[Any, Any]:
-    """The forward and the backward of flash attention on a CPU."""
+    """Return the forward and the backward of flash attention on a CPU."""
     ops = torch.ops.aten
     return (
         ops._scaled_dot_product_flash_attention_for_cpu,
@@ -74,28 +75,30 @@ def flash_attention_on_host() -> tuple[Any, Any]:
 
 
 def flash_attention_on_device() -> tuple[Any, Any]:
-    """The forward and the backward of flash attention on a CUDA device, for packed sequences."""
+    """Return the forward and the backward of flash attention on a CUDA device, for packed sequences."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
 def end_allocating_to_pool(device: int, pool: Any) -> None:
-    """What a graph capture that broke off leaves undone; a build without CUDA has no such function (AttributeError)."""
+    """End the allocation to a graph's pool, which an interrupted capture leaves open. A build without CUDA has no such
+    function (AttributeError)."""
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
 current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""The handle of a device's current stream, by the device's number, without an object around it; None without CUDA."""
+"""Returns the handle of a device's current stream, given the device's number, without creating an object; None without
+CUDA."""
 
 
 def inductor_config() -> Any:
-    """The settings of torch.compile's backend; loads it."""
+    """Return the settings of torch.compile's backend, which this imports."""
     from torch._inductor import config
 
     return config
 
 
 def load_compiler() -> None:
-    """Load torch.compile's front end, which optimizers pull in with their first step."""
+    """Load torch.compile's front end, which optimizers otherwise import in their first step."""
     import torch._dynamo  # noqa: F401
 
 
@@ -103,22 +106,22 @@ def load_compiler() -> None:
 
 
 def has_global_forward_hooks() -> bool:
-    """Whether a hook is registered for the forwards of all modules."""
+    """Return whether a hook is registered for the forwards of all modules."""
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
 
 
 def default_store() -> Any:
-    """The store that the default process group met over."""
+    """Return the store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def known_groups() -> list[Any]:
-    """All process groups of this process."""
+    """Return all process groups of this process."""
     return list(getattr(dist.distributed_c10d._world, "pg_map", ()))
 
 
 def functional_collectives() -> Any:
-    """The module of collectives that return new tensors."""
+    """Return the module of collectives that return new tensors."""
     from torch.distributed import _functional_collectives
 
     return _functional_collectives
@@ -138,7 +141,7 @@ ATTRIBUTES = {
     "state of a sharded module": ("_fsdp_param_groups", "_fsdp_param_group"),
     "gradient scaler": ("_unscale_grads_",),
 }  # fmt: skip
-"""Private attributes that the runtime reads or overrides, by what has them."""
+"""Private attributes that the runtime reads or overrides, by the kind of object that has them."""
 
 __all__ = [
     "ATTRIBUTES",

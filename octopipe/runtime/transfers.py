@@ -1,6 +1,6 @@
-"""Sends and receives of a rank's program, issued the same way by every executor: ours and the one inside Megatron-LM.
+"""Issues the sends and receives of a rank's program in the same way for every executor, including that for Megatron-LM.
 
-Knows: when a receive may be posted, and what a send hands over. Does not know: what ops compute, or how tensors travel
+Knows: when a receive may be posted, and what a send passes on. Does not know: what ops compute, or how tensors travel
 (`wire/transports`).
 """
 
@@ -14,11 +14,12 @@ from octopipe.runtime.slots import RECEIVE, Cell, Step
 from octopipe.runtime.wire.transports import Transport
 
 TakeOutput = Callable[[Any], tuple[Any, Any]]
-"""Gives a cell's output, and which of its leaves take a gradient; the cell keeps it no longer than others need it."""
+"""Returns a cell's output, and which of its leaves require a gradient. The cell drops it once no other stage needs
+it."""
 
 
 def take_output(cell: Cell) -> tuple[Any, Any]:
-    """The output of a cell that one other stage takes."""
+    """Return the output of a cell that has one consumer, and remove it from the cell."""
     value, cell.value = cell.value, None
     return value, cell.needs
 
@@ -26,7 +27,7 @@ def take_output(cell: Cell) -> tuple[Any, Any]:
 def transfer(step: Step, transport: Transport, take: TakeOutput = take_output) -> None:
     """Post a receive, or send an output or a gradient.
 
-    The form of a gradient is that of the output it answers, so its receive is posted when that was sent.
+    A gradient has the form of the output that it belongs to, so its receive is posted when that output has been sent.
     """
     slot, cell = step.slot, step.cell
     assert slot is not None

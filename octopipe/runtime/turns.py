@@ -37,15 +37,15 @@ from octopipe.runtime.torch_private import functional_collectives
 from octopipe.runtime.wire.telling import PeerError
 
 PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
-"""What a `SplitMode` holds about the forward or backward that is under way."""
+"""The attributes in which a `SplitMode` keeps the state of the forward or backward that is under way."""
 GROUP_EXCHANGES = ("all_to_all_single", "alltoall_base", "all_to_all", "alltoall")
-"""Methods of a process group, by the names that one version of torch or another has: whatever a user imports and calls
-of torch.distributed's exchanges comes through one of them."""
+"""The methods of a process group that exchange tokens, under their names in all supported versions of torch. Every
+exchange of torch.distributed that a user may import and call ends in one of them."""
 Kept = tuple[States, list[dict[str, Any]]]
 
 
 LOOK_EVERY_S = 0.2
-"""How often an op that waits for its exchange on the host looks whether somebody has failed."""
+"""How often, in seconds, an op that waits for its exchange on the host checks whether another rank has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +62,11 @@ class OtherFailed(Exception):
 
 
 Fill = Callable[[], None] | None
-"""What an op still has to compute and can compute at any time: it does so while its exchange is under way."""
+"""Work of an op that can be computed at any time; the op computes it while its exchange is under way."""
 
 
 class _Pair:
-    """A pair while it runs."""
+    """A pair while it is running."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class _Pair:
 
 
 _running: _Pair | None = None
-"""The pair that this process runs now: a rank is one process, and runs one pair at a time."""
+"""The pair that this process runs now. A rank is one process, and runs one pair at a time."""
 _heard: Callable[[], None] | None = None
-"""While layers are measured: called where an exchange begins and where it has ended."""
+"""Called when an exchange begins and when it has ended, while layers are measured."""
 
 
 class Pending(Protocol):
@@ -158,7 +158,8 @@ _widest = 0
 
 
 def exchange_ranks() -> int:
-    """The largest group in which this process has exchanged tokens while layers were watched; 0: none is known."""
+    """Return the largest group in which this process has exchanged tokens while layers were watched; 0: none is
+    known."""
     return _widest
 
 
@@ -169,7 +170,7 @@ def _among(ranks: int) -> None:
 
 
 def exchanges_started() -> int:
-    """How many exchanges this process has started that torch.distributed does not count."""
+    """Return how many exchanges this process has started that torch.distributed does not count."""
     return _started
 
 
@@ -193,7 +194,7 @@ def run_exchange(issue: Callable[[], Pending], ranks: int = 0) -> Any:
 
 @contextmanager
 def exchange() -> Iterator[None]:
-    """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, custom kernels).
+    """Mark an exchange that torch.distributed does not see (DeepEP, HybridEP, custom kernels).
 
     Issue it inside the block; wait for it, or use its results, after the block. If the op is one of a pair, the other
     op runs in between. Otherwise nothing happens, except that a profile counts the block as an exchange.
@@ -206,7 +207,7 @@ def exchange() -> Iterator[None]:
     yield
     if heard is not None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # on which stream the exchange runs is not known here
+            torch.cuda.synchronize()  # the stream on which the exchange runs is not known here
         heard()
     if _running is not None and not _running.apart:
         _running.hand_over()
@@ -219,7 +220,7 @@ def give_turn() -> None:
 
 
 def failed_elsewhere() -> str:
-    """Within a pair, what has failed in the job, so that no rank waits for it; otherwise ""."""
+    """Return, within a pair, what has failed in the job, so that no rank waits for it; otherwise ""."""
     patience = None if _running is None else _running.patience
     return "" if patience is None else patience.failed()
 
@@ -246,7 +247,7 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
     while not work.is_completed():
         time.sleep(pause)
         now = time.monotonic()
-        # A long wait leaves the core to others, and becomes longer by one per cent at most.
+        # A long wait leaves the core to other threads, and is extended by one per cent at most.
         pause = max(min(pause + 2e-6, 1e-3), min((now - began) / 100, 1e-2))
         if now - looked > LOOK_EVERY_S:
             looked = now
@@ -258,7 +259,7 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
 
 
 def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of a group that starts an exchange: the other op of a pair runs before anything can wait for
+    """Wrap a function of a group that starts an exchange: the other op of a pair runs before anything can wait for
     it."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -283,13 +284,13 @@ def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_host(*arguments: Any) -> bool:
-    """Whether there are tensors among these and all of them are in host memory."""
+    """Return whether there are tensors among these and all of them are in host memory."""
     flat = [t for x in arguments for t in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(t, torch.Tensor)]
     return bool(flat) and all(t.device.type == "cpu" for t in flat)
 
 
 def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a functional collective, whose result is waited for when it is used."""
+    """Wrap a functional collective, whose result is waited for when it is used."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         heard = _heard

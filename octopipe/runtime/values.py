@@ -36,7 +36,8 @@ ATOMS = frozenset(
 """Types that hold no tensors."""
 
 Form = Any
-"""How a value is nested: True for a tensor, False for a constant, else a tuple: how to build it, its parts' forms."""
+"""How a value is nested: True for a tensor, False for a constant, otherwise a tuple of how to build it and the forms of
+its parts."""
 
 
 def flatten(value: Any, leaves: list[Any]) -> Form:
@@ -61,7 +62,7 @@ def flatten(value: Any, leaves: list[Any]) -> Form:
 
 
 def build(form: Form, leaves: Iterator[Any]) -> Any:
-    """The value of this form with these leaves, in order."""
+    """Build the value of this form from these leaves, in order."""
     if form is True or form is False:
         return next(leaves)
     way = form[0]
@@ -79,7 +80,7 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
 
 
 def tensor_flags(form: Form, flags: list[bool]) -> list[bool]:
-    """Leaf by leaf: whether it is a tensor."""
+    """Append to `flags`, for every leaf, whether it is a tensor, and return `flags`."""
     if form is True or form is False:
         flags.append(form)
     else:
@@ -143,7 +144,7 @@ class Registered:
 
 
 def _open(value: Any, kind: type) -> tuple[Any, Any] | None:
-    """How to build a value of this kind, and its parts; None if it is not a container."""
+    """Return how to build a value of this kind, and its parts; None if it is not a container."""
     known = pytree.SUPPORTED_NODES.get(kind)
     if known is not None and kind is not torch.Size:
         parts, context = known.flatten_fn(value)
@@ -190,7 +191,7 @@ def check_leaves(leaves: list[Any], place: Callable[[], str]) -> None:
 
 
 def _hides_tensor(thing: Any, seen: set[int], depth: int) -> bool:
-    """Whether a tensor can be reached from the value; True if that cannot be determined."""
+    """Return whether a tensor can be reached from the value; True if that cannot be determined."""
     kind = type(thing)
     if kind in ATOMS or isinstance(thing, (enum.Enum, type)):
         return False

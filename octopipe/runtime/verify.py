@@ -32,10 +32,11 @@ from octopipe.runtime.values import build, flatten
 from octopipe.runtime.wire.messages import takes_gradient
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
-"""Of a gradient's norm, by the coarsest dtype at work; for those not named, `HALF_TOLERANCE`."""
+"""The allowed difference as a share of a gradient's norm, by the coarsest dtype involved; `HALF_TOLERANCE` for all
+others."""
 HALF_TOLERANCE = 0.1
 PIECE = 1 << 24
-"""Values that are compared at a time, in float64."""
+"""The number of values that are compared at a time, in float64."""
 
 
 class Verifier:
@@ -58,14 +59,14 @@ class Verifier:
             if any(type(p) not in (nn.Parameter, Tensor) for p in parameters):
                 warnings.warn(f"stage {number} has sharded parameters and is not verified", stacklevel=2)
                 continue
-            # Forwards of a stage come in the order of their cells' steps: count them.
+            # Forwards of a stage run in the order of their cells' steps, so counting them identifies the micro-batch.
             ops = [s.op for s in executor.program.steps if s.op is not None and s.code == 0]
             order = [op.micro_batch for op in ops if op.stage == number]
             self._watched[number] = watched = _Watched(chain, modules, parameters, order.index(first[number]))
             executor.chains[number] = watched
 
     def finish(self, world: Any) -> None:
-        """Compare; every rank raises the findings of all ranks (collective)."""
+        """Compare; if any rank finds a difference, every rank raises an error with the first finding (collective)."""
         found = ""
         for number, watched in self._watched.items():
             self._executor.chains[number] = watched.chain
@@ -79,7 +80,7 @@ class Verifier:
                         "memory to run them a second time",
                         stacklevel=2,
                     )
-                except Exception as error:  # the other ranks wait for what this one says
+                except Exception as error:  # the other ranks wait for this rank's result
                     why = " ".join(str(error).split())[:160]
                     place = watched.parts[-1][0].place()
                     found = (
@@ -87,7 +88,7 @@ class Verifier:
                         "leave verify out, or mend their forward"
                     )
             watched.forget()
-        if torch.cuda.is_initialized():  # what is reported of a run is the memory of its steps
+        if torch.cuda.is_initialized():  # a run's reported memory is that of its steps
             torch.cuda.reset_peak_memory_stats()
         everybody = [text for text in world.gather(found) if text]
         if everybody:
@@ -95,7 +96,7 @@ class Verifier:
 
 
 class _Watched:
-    """A chain that records the inputs of one micro-batch, and what its ops added to `.grad`."""
+    """A chain that records the inputs of one micro-batch, and the gradients that its ops added to `.grad`."""
 
     def __init__(self, chain: Any, modules: Sequence[nn.Module], parameters: list[nn.Parameter], which: int):
         self.chain, self._modules, self.parameters, self._which = chain, modules, parameters, which
@@ -164,7 +165,7 @@ class _Watched:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     def compare(self, names: Mapping[int, str], autocast: Callable[[], Any]) -> str:
-        """The differences, in one line; empty if there are none."""
+        """Return the first difference in one line; empty if there is none."""
         if self._given is None or self._found is None:
             return ""
         value, needs, then, seed, side = self._given
@@ -223,7 +224,7 @@ class _Watched:
 
 
 class _WatchedRun:
-    """All parts of the run of one micro-batch through a chain, as one run."""
+    """Presents the runs of one micro-batch through all parts of a chain as one run."""
 
     def __init__(self, watched: _Watched, runs: list[Any]):
         self._watched, self.runs = watched, runs
@@ -253,13 +254,13 @@ class _WatchedRun:
 
 
 def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of `wanted`; `.grad` does not change."""
+    """Return the gradients of `wanted` without changing `.grad`."""
     try:
         return torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         if "compatible with .grad()" not in str(error):
             raise
-    # Reentrant checkpoints run backward inside backward, which only ends in `.grad`.
+    # Reentrant checkpoints run a backward inside the backward, whose results are only available in `.grad`.
     before = [t.grad for t in wanted]
     try:
         for t in wanted:
@@ -290,7 +291,7 @@ def _far(a: Tensor, b: Tensor, limit: float, floor: float) -> bool:
 
 
 def _norm(x: Tensor, away_from: Tensor | None = None) -> float:
-    """The norm of a tensor, or of its difference from another tensor, which may be on another device."""
+    """Return the norm of a tensor, or of its difference from another tensor, which may be on another device."""
     wide = torch.complex128 if x.is_complex() or (away_from is not None and away_from.is_complex()) else torch.float64
     other = None if away_from is None else away_from.detach().reshape(-1)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)

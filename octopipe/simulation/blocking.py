@@ -13,18 +13,18 @@ import numpy as np
 from octopipe.base.compile import njit
 
 CANDIDATES = 16
-"""The most positions of a transfer that are compared on either rank."""
+"""The most positions of a transfer that are compared on each of its two ranks."""
 
 
 @njit
 def cheapest_positions(  # type: ignore[no-untyped-def]
     rank, offsets, source, target, ready, need, took, start, end, limit
 ):
-    """For blocking programs: the key in each transfer's window at which the two ranks lose least.
+    """Return, for a blocking program, the key in each transfer's window at which the two ranks lose the least time.
 
-    Candidates are the op ends of either rank inside [ready, need]. The transfer starts when the later rank has
-    arrived. It costs each rank the part that extends beyond the start of its next op (idle time before that op
-    is overlap at no cost).
+    Candidates are the op ends of either rank inside [ready, need]. The transfer starts when the later rank has arrived.
+    It costs each rank the part that extends beyond the start of its next op (idle time before that op is overlap at no
+    cost).
     """
     out = ready.copy()
     for i in range(source.size):
@@ -56,32 +56,32 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
 
 
 class Standing(NamedTuple):
-    """Where every rank stands while programs come about, and the instructions so far."""
+    """The state of every rank while `meetings` builds programs, and the instructions so far."""
 
     clock: Any
     waiting: Any
     head: Any
-    """The op that is next."""
+    """The op that each rank runs next."""
     running: Any
-    """The op that runs, or -1."""
+    """The op that each rank is running, or -1."""
     pending: Any
-    """[rank, k]: finished transfers that the rank has a part in, oldest first;"""
+    """[rank, k]: transfers whose tensor is finished and in which the rank takes part, oldest first."""
     count: Any
-    """how many of them."""
+    """The number of pending transfers of each rank."""
     kinds: Any
     ids: Any
     fill: Any
-    """[rank]: where its next instruction is written."""
+    """[rank]: the position at which its next instruction is written."""
 
 
 @njit
 def meetings(  # type: ignore[no-untyped-def]
     rank, offsets, data, transfer_of, source, target, duration, took, ranks
 ):
-    """Blocking programs by simulation: a transfer happens when both its ranks are idle.
+    """Build blocking programs by simulation: a transfer happens when both its ranks are idle.
 
-    A rank between two ops first serves a finished tensor whose other end is waiting; otherwise it runs its next
-    op; otherwise it waits. Every transfer and op is placed at the moment it happens, so the order is feasible.
+    A rank between two ops first serves a finished tensor whose other end is waiting; otherwise it runs its next op;
+    otherwise it waits. Every transfer and op is placed at the moment it happens, so the order is feasible.
     """
     computes, transfers = rank.size, source.size
     first_out = np.full(computes, -1, np.int32)
@@ -146,7 +146,8 @@ def meetings(  # type: ignore[no-untyped-def]
 
 @njit
 def _count(rank, source, target, sizes):  # type: ignore[no-untyped-def]
-    """Where every rank's instructions begin: an op is one, and a transfer is one of both its ranks."""
+    """Compute where every rank's instructions begin. An op is one instruction, and a transfer one of each of its two
+    ranks."""
     for c in range(rank.size):
         sizes[rank[c] + 1] += 1
     for i in range(source.size):
@@ -158,7 +159,8 @@ def _count(rank, source, target, sizes):  # type: ignore[no-untyped-def]
 
 @njit
 def _next_served(at, r, rank, source, target, offsets):  # type: ignore[no-untyped-def]
-    """The oldest finished tensor whose other end stands waiting, or has nothing left to run; -1: none."""
+    """Return the oldest finished tensor whose other rank is waiting, or has nothing left to run; -1 if there is
+    none."""
     for k in range(at.count[r]):
         i = at.pending[r, k]
         peer = rank[source[i]] if rank[target[i]] == r else rank[target[i]]
@@ -170,7 +172,7 @@ def _next_served(at, r, rank, source, target, offsets):  # type: ignore[no-untyp
 
 @njit
 def _serve(at, served, sender, receiver, end):  # type: ignore[no-untyped-def]
-    """Both ranks of a transfer are busy with it until `end`."""
+    """Write a transfer into both of its ranks' programs and keep both ranks busy until `end`."""
     for one in (sender, receiver):
         k = 0
         while at.pending[one, k] != served:
@@ -185,7 +187,7 @@ def _serve(at, served, sender, receiver, end):  # type: ignore[no-untyped-def]
 
 @njit
 def _write(at, r, kind, number):  # type: ignore[no-untyped-def]
-    """The next instruction of a rank: an op (0), a send (1) or a receive (2)."""
+    """Write the next instruction of a rank: an op (0), a send (1) or a receive (2)."""
     at.kinds[at.fill[r]] = kind
     at.ids[at.fill[r]] = number
     at.fill[r] += 1

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 
 def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "directed", label: str = "") -> Timeline:
-    """The Timeline that a profile promises for a plan on the ranks it was measured on."""
+    """Return the Timeline that a profile predicts for a plan on the ranks it was measured on."""
     costs = profile.costs
     program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel)
     plan = program.plan
@@ -41,7 +41,8 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
 
 
 def _levels(known: dict[int, Floats], ranks: int) -> Floats:
-    """Durations [k - 1, op] for every number k of ranks at work, in proportion between the known ones."""
+    """Return the durations [k - 1, op] for every number k of busy ranks, interpolated linearly between the known
+    ones."""
     at = sorted(known)
     table = np.stack([known[k] for k in at])
     out = np.empty((ranks, table.shape[1]))
@@ -56,7 +57,8 @@ def _levels(known: dict[int, Floats], ranks: int) -> Floats:
 
 
 def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArray[np.int32]]:
-    """Start, end and last-ending predecessor of every op and transfer; `durations[k - 1, op]` with k ranks at work."""
+    """Return start, end and last-ending predecessor of every op and transfer; `durations[k - 1, op]` applies while k
+    ranks are busy."""
     preds = program.preds
     ranks, computes = durations.shape
     nodes = preds.shape[0]
@@ -70,7 +72,7 @@ def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArra
     start, end = np.zeros(nodes), np.zeros(nodes)
     binding = np.full(nodes, -1, np.int32)
     left: dict[int, float] = {}
-    """Ops at work and the part of each that is still to do."""
+    """The ops that are running, and the part of each that is still to do."""
     flying: list[tuple[float, int]] = []
     now = 0.0
     fresh = [n for n in range(nodes) if missing[n] == 0]
@@ -109,5 +111,5 @@ def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArra
 
 
 def full_load(costs: CostTable) -> Profile:
-    """Costs without a measurement behind them, as a profile whose ranks share nothing."""
+    """Return a profile of unmeasured costs, whose ranks share nothing."""
     return Profile(costs=costs)

@@ -16,14 +16,14 @@ from octopipe.simulation.timing import FOR_F, FOR_I, NEVER, begin_paths, note_ru
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 AT_ONCE = 1 << 20
-"""Jittered durations that are drawn at a time."""
+"""The number of jittered durations that are drawn at a time."""
 
 
 @njit
 def longest_path(order, preds, duration):  # type: ignore[no-untyped-def]
-    """Start and end of every node when each starts as soon as its predecessors have ended.
+    """Return start and end of every node if each starts as soon as its predecessors have ended, and its binding.
 
-    `binding` is the predecessor that ended last (ties: the first column), or -1 at time zero.
+    The binding is the predecessor that ended last (ties: the first column), or -1 if the node starts at time zero.
     """
     nodes, width = preds.shape
     start = np.zeros(nodes)
@@ -45,7 +45,7 @@ def longest_path(order, preds, duration):  # type: ignore[no-untyped-def]
 
 
 def makespans(order: Ints, preds: Ints, duration: Floats, sigma: float, runs: int, seed: int) -> Floats:
-    """Makespans of `runs` trials in which every duration is scaled by a log-normal of mean 1."""
+    """Return the makespans of `runs` trials in which every duration is scaled by a log-normal of mean 1."""
     draws = np.random.RandomState(seed & 0xFFFFFFFF)
     nodes = order[duration[order] > 0.0] if sigma > 0.0 else order[:0]
     out = np.empty(runs)
@@ -61,7 +61,7 @@ def makespans(order: Ints, preds: Ints, duration: Floats, sigma: float, runs: in
 
 @njit
 def _ends(order, preds, duration):  # type: ignore[no-untyped-def]
-    """When the last node ends, for every row of durations."""
+    """Return when the last node ends, for every row of durations."""
     runs, nodes = duration.shape
     width = preds.shape[1]
     end = np.zeros(nodes)
@@ -147,10 +147,11 @@ def program_predecessors(  # type: ignore[no-untyped-def]
 def evaluate(  # type: ignore[no-untyped-def]
     offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms
 ):
-    """Makespan of orders under the directed channel model, straight from the op arrays; -1 on deadlock.
+    """Return the makespan of orders under the directed channel model, from the op arrays alone; -1 on deadlock.
 
-    forward_ms[stage, m] is the transfer time of the stage's output to the next stage's rank, gradient_ms of
-    its input gradient to the stage before. Equals lowering and simulating the plan, without building either.
+    forward_ms[stage, m] is the transfer time of the stage's output to the next stage's rank, and gradient_ms[stage, m]
+    that of its input gradient to the preceding stage's rank. The result equals that of lowering and simulating the
+    plan.
     """
     start, end = np.empty(stage.size), np.empty(stage.size)
     sent = np.empty((2, stage_rank.size, route.size))
@@ -166,10 +167,10 @@ def order_times(  # type: ignore[no-untyped-def]
     offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms,
     start, end, sent, reached,
 ):  # fmt: skip
-    """The makespan as in `evaluate`, with the times of which it consists written into the last four arrays.
+    """Return the makespan as `evaluate` does, and write the times of ops and transfers into the last four arrays.
 
     start[op] and end[op] are an op's times. sent[row, stage, m] and reached[row, stage, m] are those of the transfer
-    that brings the stage its input (row FOR_F) or its gradient (row FOR_I), and are left alone where there is none.
+    that brings the stage its input (row FOR_F) or its gradient (row FOR_I). Entries without a transfer are not written.
     """
     ranks = offsets.size - 1
     arrived = np.empty((2, stage_rank.size, route.size))

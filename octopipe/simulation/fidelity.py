@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpError:
-    """One op whose duration departs from the prediction."""
+    """One op whose duration differs from the prediction."""
 
     op: str
     rank: int
@@ -37,33 +37,33 @@ class Hidden(NamedTuple):
     """How much of the communication ran behind computation: sends and receives, each on its own rank."""
 
     wholly: float
-    """Share of them during the whole of which their rank computed."""
+    """The share of them during all of which their rank computed."""
     partly: float
-    """Share of them during some of which it did: those the paper marks as overlappable."""
+    """The share of them during some part of which their rank computed; the paper marks these as overlappable."""
     time: float
-    """Overlap time over communication time."""
+    """Overlapped communication time divided by communication time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """What a comparison says."""
+    """The result of a comparison."""
 
     label: str
     predicted_ms: float
     measured_ms: float
     step_error: float
     busy_error: tuple[float, ...]
-    """Per rank: error of the time at work."""
+    """Per rank: error of the time at which it is busy."""
     kind_error: dict[str, float]
     """Per op kind: error of the summed durations."""
     op_error: float
     """Mean over ops of the absolute error of the duration."""
     predicted_gib: tuple[float, ...]
     measured_gib: tuple[float, ...]
-    """Peak per rank; empty where the device has no allocator to ask."""
+    """Peak per rank; empty if the device has no allocator that reports it."""
     memory_error: tuple[float, ...]
     worst: tuple[OpError, ...]
-    """The ops that departed most, in milliseconds."""
+    """The ops whose durations differ most, in milliseconds."""
     measured_overlap: Hidden
     predicted_overlap: Hidden
 
@@ -150,7 +150,7 @@ def compare(
 
 
 def hidden(timeline: Timeline, gap_ms: float = 0.05) -> Hidden:
-    """The overlap of a timeline; real ops stand microseconds apart, so that gaps below `gap_ms` count as compute."""
+    """Return the overlap of a timeline. Gaps below `gap_ms` count as compute, since real ops are microseconds apart."""
     s, t = timeline.spans, timeline.transfers
     if t.source.size == 0:
         return Hidden(1.0, 1.0, 1.0)
@@ -166,7 +166,7 @@ def hidden(timeline: Timeline, gap_ms: float = 0.05) -> Hidden:
         busy = _busy_before(s.start_ms[ops], end[ops])
         behind[mine] = busy(stops[mine]) - busy(starts[mine])
     slack = 1e-9 * (1.0 + took)
-    # A transfer that takes no time hides where its rank is at work; there is nothing to measure, so it counts.
+    # The overlap of a transfer that takes no time cannot be measured, so it counts as hidden.
     return Hidden(
         wholly=float(np.mean(behind >= took - slack)),
         partly=float(np.mean((behind > slack) | (took <= slack))),
@@ -175,7 +175,7 @@ def hidden(timeline: Timeline, gap_ms: float = 0.05) -> Hidden:
 
 
 def _busy_before(start: Floats, end: Floats) -> Callable[[Floats], Floats]:
-    """Time at work before each of some times, of ops that follow one another."""
+    """Return a function that gives the busy time before each of some times, for ops that follow one another."""
     before = np.concatenate(([0.0], np.cumsum(end - start)))
 
     def busy(times: Floats) -> Floats:

@@ -31,7 +31,7 @@ from octopipe.simulation.timeline import Timeline
 
 ROUNDING = 1e-9
 REACH = (1, 1, 1, 2, 3)
-"""By how many places an op moves; mostly by one."""
+"""By how many positions an op is moved, chosen at random; mostly by one."""
 
 
 def hide_transfers(
@@ -43,8 +43,9 @@ def hide_transfers(
     slack: float = 0.0,
     seed: int = 0,
 ) -> Plan:
-    """The plan with as many sends and receives behind computation as a walk through orders of no longer step time
-    (longer by `slack`, a share, at most) finds, within a time or a number of moves. Pairs are left as they are."""
+    """Return the plan with as many sends and receives behind computation as a random walk finds within a time or a
+    number of moves. The walk passes only through orders whose step time is at most the share `slack` longer than the
+    plan's. Plans with pairs are returned as they are."""
     if plan.pairs:
         return plan  # a rank that runs pairs has no place in its order to move an op to without taking one apart
     if (budget_s is None) == (moves is None):
@@ -59,7 +60,7 @@ def _walked(
 ) -> Plan:
     best, now = plan, _value(simulate(plan, costs))
     limit_ms = -now[1] * (1.0 + slack)
-    # Orders alone are timed in a tenth of the time of a whole timeline, and most moves are given up for their times.
+    # Timing an order alone takes a tenth of the time of a whole timeline, and most moves are rejected by their times.
     quick = not (plan.edges or plan.offloads or costs.exchanges)
     any_memory = all(np.isinf(costs.capacity_bytes(rank)) for rank in range(plan.num_ranks))
     again = any(stage.recompute for stage in plan.stages)
@@ -73,14 +74,14 @@ def _walked(
             if not quick and makespan_ms(other, costs) > limit_ms * (1.0 + ROUNDING):
                 continue
             timeline = ops_and_transfers(other, costs) if quick else simulate(other, costs)
-            # Equal ones are taken too: the walk crosses plateaus.
+            # Equal values are accepted too, so that the walk crosses plateaus.
             if timeline is None or timeline.makespan_ms > limit_ms or (value := _value(timeline)) < now:
                 continue
             if quick and again and missing_recompute(other):
                 continue
             if quick and not any_memory:
                 timeline = with_memory(timeline, other, costs)
-        except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
+        except OctoPipeError:  # an op is before one that it needs, or ranks wait for each other
             continue
         if timeline.fits:
             best, now = other, value
@@ -92,7 +93,7 @@ def _value(timeline: Timeline) -> tuple[float, float]:
 
 
 def with_op_moved(plan: Plan, dice: random.Random, reach: Sequence[int] = REACH) -> Plan | None:
-    """The plan with one op of one rank a few places earlier or later; None if there is no such place."""
+    """Return the plan with one random op moved a few positions within its rank; None if there is no such position."""
     rank = dice.randrange(plan.num_ranks)
     order = plan.orders[rank]
     if len(order) < 2:

@@ -37,22 +37,23 @@ MARGIN = 1.5
 """Moves are placed as if each took this many times its price. On an H200, a plan that used all the time of both lanes
 ran 1.21 times as long as predicted; with this margin, 1.03 times."""
 TRIED = 16
-"""How many numbers of activations are tried per rank."""
+"""How many different numbers of moved activations are compared per rank."""
 
 
 class HostMoves(NamedTuple):
-    """One entry per stage and micro-batch that leaves the device, rank after rank in the order of their Fs."""
+    """The moves of a program: one entry per stage and micro-batch whose activations leave the device, rank after rank
+    in the order of their F ops."""
 
     forward: Ints
     back: Ints
-    """The I or B that needs it again."""
+    """The I or B that needs the activations again."""
     release: Ints
     fetch: Ints
     nbytes: Floats
     ms: Floats
-    """One way."""
+    """The time of one direction."""
     with_op: NDArray[np.bool_]
-    """Whether up waits for everything that the op at `fetch` waits for."""
+    """Whether the copy back (up) waits for everything that the op at `fetch` waits for."""
 
     @property
     def number(self) -> int:
@@ -60,7 +61,7 @@ class HostMoves(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """A rank's candidates with the times of its ops."""
+    """The candidates of one rank, with the times of its ops."""
 
     offset: int
     start: Floats
@@ -71,9 +72,9 @@ class _Lanes(NamedTuple):
 
 
 def moves_of(plan: Plan, costs: CostTable, start: Floats, end: Floats) -> HostMoves:
-    """What a plan's stages move, by the times that its ops have without it."""
+    """Choose the moves of a plan's stages, given the times of its ops without offloading."""
     link = costs.host_link
-    assert link is not None  # `match` has asked for it
+    assert link is not None  # `match` requires it
     t = plan.table()
     may = np.array([s.offload for s in plan.stages])
     forward = np.flatnonzero((t.kind == F) & may[t.stage]).astype(np.int32)
@@ -86,7 +87,8 @@ def moves_of(plan: Plan, costs: CostTable, start: Floats, end: Floats) -> HostMo
 def choose_moves(
     offsets: Ints, forward: Ints, back: Ints, nbytes: Floats, ms: Floats, start: Floats, end: Floats
 ) -> HostMoves:
-    """The moves of all ranks. `forward`, `back`: the ops of everything that may leave; `start`, `end`: of all ops."""
+    """Choose the moves of all ranks. `forward`, `back`: the ops of everything that may be moved; `start`, `end`: the
+    times of all ops."""
     found: list[Chosen] = []
     for rank in range(offsets.size - 1):
         lo, hi = int(offsets[rank]), int(offsets[rank + 1])
@@ -123,7 +125,8 @@ def _of_rank(
     start: Floats,
     end: Floats,
 ) -> Chosen:
-    """Of one rank's candidates the longest-lying ones, so many that most memory is free for most time."""
+    """Choose, among one rank's candidates, the activations with the longest lifetimes, and as many of them as free the
+    most memory for the most time (bytes times milliseconds)."""
     ms = MARGIN * ms
     able = mine[start[back[mine]] - end[forward[mine]] >= 2 * ms[mine]]
     by_life = able[np.argsort(end[forward[able]] - start[back[able]], kind="stable")]
@@ -132,7 +135,7 @@ def _of_rank(
         chosen = by_life[:count]
         chosen = chosen[np.argsort(forward[chosen], kind="stable")]
         release = fetch = chosen
-        for _ in range(2):  # without those that cannot make it, the lanes are freer for the others: they still can
+        for _ in range(2):  # dropping the moves that do not fit only frees the lanes, so the others still fit
             release, fetch = _positions(_Lanes(lo, start[lo:hi], end[lo:hi], forward[chosen], back[chosen], ms[chosen]))
             if (release < fetch).all():
                 break
@@ -146,14 +149,15 @@ def _of_rank(
 
 
 def _with_op(lanes: _Lanes, fetch: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which copies back can begin as late as the op at their `fetch` and still end before their backward starts."""
+    """Return which copies back can begin as late as the op at their `fetch` and still end before their backward
+    starts."""
     out = np.zeros(fetch.size, np.bool_)
     back = lanes.back - lanes.offset
     before = np.concatenate(([0.0], lanes.end))
     at, place = -np.inf, -1
     for k in np.argsort(back, kind="stable"):
         late = max(at, lanes.start[fetch[k]]) + lanes.ms[k]
-        # Behind one that waits at the same place, waiting as well costs nothing.
+        # If the copy before it in the lane waits at the same place, waiting as well costs nothing.
         follows = fetch[k] == place
         if follows or (fetch[k] < back[k] and late <= lanes.start[back[k]]):
             out[k], at, place = True, late, int(fetch[k])
@@ -163,7 +167,7 @@ def _with_op(lanes: _Lanes, fetch: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _positions(lanes: _Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The earliest release and the latest fetch of every candidate, as places in the rank's order."""
+    """Return the earliest release and the latest fetch of every candidate, as positions in the rank's order."""
     slack = 1e-9 * max(float(lanes.end[-1]), 1.0)
     down_end = _in_order(lanes.end[lanes.forward - lanes.offset], lanes.ms)
     up_start, at = np.empty(lanes.back.size), np.inf
@@ -172,7 +176,7 @@ def _positions(lanes: _Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         up_start[k] = at
     release = np.searchsorted(lanes.start, down_end - slack, side="left")
     release = np.maximum(release, lanes.forward - lanes.offset + 1)
-    # Before an op: the ops in front of it have ended, and what is released there has left.
+    # When memory is free before an op: the ops in front of it have ended, and what is released there is copied.
     ready = np.concatenate(([0.0], lanes.end))
     np.maximum.at(ready, release, down_end)
     fetch = np.searchsorted(lanes.end, up_start + slack, side="right")
@@ -181,13 +185,13 @@ def _positions(lanes: _Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         while fetch[k] > 0 and ready[fetch[k]] > up_start[k] + slack:
             fetch[k] -= 1
     following = np.iinfo(np.int64).max
-    for k in np.argsort(-lanes.back, kind="stable"):  # the lane's order: nobody is fetched before who is needed earlier
+    for k in np.argsort(-lanes.back, kind="stable"):  # the lane's order: what is needed earlier is fetched earlier
         following = fetch[k] = min(fetch[k], following)
     return release, fetch
 
 
 def _in_order(ready: Floats, ms: Floats) -> Floats:
-    """When things end that pass a lane one after the other, each from when it is ready on."""
+    """Return when each item ends if items pass a lane one after the other, none before it is ready."""
     out, at = np.empty(ready.size), -np.inf
     for k in range(ready.size):
         at = out[k] = max(at, ready[k]) + ms[k]
@@ -195,7 +199,7 @@ def _in_order(ready: Floats, ms: Floats) -> Floats:
 
 
 def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """When each move gives the device's memory back and when it takes it again, given the times of all ops."""
+    """Return when each move frees device memory and when it allocates it again, given the times of all ops."""
     down_end = np.empty(moves.number)
     rank = np.searchsorted(offsets, moves.forward, side="right")
     for r in np.unique(rank):
@@ -209,7 +213,7 @@ def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) ->
 
 
 def with_moves(preds: Ints, moves: HostMoves, offsets: Ints) -> Ints:
-    """A rendezvous graph with the moves as further nodes: all downs, then all ups."""
+    """Return a rendezvous graph with the moves added as further nodes: all copies down, then all copies up."""
     count, nodes = moves.number, preds.shape[0]
     if count == 0:
         return preds
@@ -230,7 +234,7 @@ def with_moves(preds: Ints, moves: HostMoves, offsets: Ints) -> Ints:
     for k in range(count):
         leaving.setdefault(int(moves.release[k]), []).append(int(down[k]))
         edges.setdefault(int(moves.back[k]), []).append(int(up[k]))
-    for k in range(count):  # the memory that is taken is what was let go just before
+    for k in range(count):  # the memory that is allocated is what was released just before
         edges.setdefault(int(up[k]), []).extend(leaving.get(int(moves.fetch[k]), ()))
         if moves.with_op[k]:
             edges[int(up[k])].extend(int(p) for p in preds[moves.fetch[k]] if p >= 0)

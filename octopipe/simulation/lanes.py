@@ -19,11 +19,11 @@ from octopipe.plans.two_lanes import FIRST, SECOND, trace
 from octopipe.simulation.timeline import LaneSpans, Spans
 
 Piece = tuple[int, int, float, float]
-"""Which op of a pair (0 or 1), lane, start, end."""
+"""A segment: the op of a pair that it belongs to (0 or 1), its lane, its start and its end in milliseconds."""
 
 
 def lane_spans(plan: Plan, costs: CostTable, spans: Spans) -> LaneSpans | None:
-    """The segments of every op within its span; None where nothing is exchanged and nothing is paired."""
+    """Return the segments of every op within its span; None if no op exchanges tokens and none is paired."""
     if not plan.pairs and not costs.exchanges:
         return None
     prices = PairPrices(plan, costs)
@@ -42,7 +42,7 @@ def lane_spans(plan: Plan, costs: CostTable, spans: Spans) -> LaneSpans | None:
         pieces = _pair_pieces(prices, *ops) if len(ops) == 2 else _alone_pieces(prices, ops[0])
         begin, end = spans.start_ms[numbers], spans.end_ms[numbers]
         took = max((piece[3] for piece in pieces), default=0.0)
-        # What lies around an op (contention, overhead) stretches its pieces in proportion.
+        # If a span is longer than its op takes alone (contention, overhead), all pieces are stretched in proportion.
         scale = (end - begin) / took if took > 0 else np.ones(numbers.size)
         for which, lane, a, b in pieces:
             row = (numbers + which, np.full(numbers.size, lane), begin + a * scale, np.minimum(begin + b * scale, end))
@@ -53,7 +53,8 @@ def lane_spans(plan: Plan, costs: CostTable, spans: Spans) -> LaneSpans | None:
 
 
 def exposed_ms(prices: PairPrices, *ops: Op) -> float:
-    """The exchange of an op that runs alone, or of two that run together, during which the rank does not compute."""
+    """Return the exchange time, of an op that runs alone or of two that run together, in which the rank does not
+    compute."""
     pieces = _pair_pieces(prices, *ops) if len(ops) == 2 else _alone_pieces(prices, ops[0])
     computing = sorted((a, b) for _, lane, a, b in pieces if lane == COMPUTE)
     end = max((b for *_, b in pieces), default=0.0)
@@ -62,7 +63,7 @@ def exposed_ms(prices: PairPrices, *ops: Op) -> float:
 
 
 def _alone_pieces(prices: PairPrices, op: Op) -> list[Piece]:
-    """Segments of an op that runs alone, shared experts beside their exchange."""
+    """Return the segments of an op that runs alone; shared experts compute beside their exchange."""
     if op.kind == "W" or prices.segments is None:
         return [(0, COMPUTE, 0.0, prices.alone_ms(op))]
     kind = "I" if op.kind == "B" else op.kind
@@ -87,7 +88,7 @@ def _alone_pieces(prices: PairPrices, op: Op) -> list[Piece]:
 
 
 def _pair_pieces(prices: PairPrices, first: Op, second: Op) -> list[Piece]:
-    """Segments of two ops that run together, W in what they leave exposed."""
+    """Return the segments of two ops that run together; W fills the exchange time in which nothing else computes."""
     found = prices.together(first, second)
     if found.one_by_one:
         after = prices.alone_ms(first)
@@ -113,7 +114,7 @@ def _pair_pieces(prices: PairPrices, first: Op, second: Op) -> list[Piece]:
 
 
 def _gaps(busy: list[tuple[float, float]], end: float) -> list[tuple[float, float]]:
-    """What the intervals leave free up to the end."""
+    """Return the intervals up to `end` that the sorted busy intervals leave free."""
     out, now = [], 0.0
     for a, b in [*busy, (end, end)]:
         if a > now:
@@ -123,7 +124,7 @@ def _gaps(busy: list[tuple[float, float]], end: float) -> list[tuple[float, floa
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours on one lane as one piece: layers of a dense stage are one."""
+    """Merge neighbouring pieces of one op on one lane, so that the layers of a dense stage form one piece."""
     out: list[Piece] = []
     for piece in pieces:
         if piece[3] <= piece[2]:

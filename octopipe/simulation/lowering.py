@@ -40,7 +40,7 @@ Channel = Literal["directed", "pair", "single", "blocking"]
 CHANNELS: tuple[Channel, ...] = ("directed", "pair", "single", "blocking")
 """One in-order queue per direction of a rank pair; per rank pair; per rank; no queue at all (inline)."""
 PREFETCH = 2
-"""How many compute ops before its window a directed receive is posted: slack for real-life jitter."""
+"""How many compute ops before its window a directed receive is posted, as slack for jitter."""
 COMPUTE, SEND, RECEIVE = range(3)
 
 Ints = NDArray[np.int32]
@@ -48,8 +48,8 @@ Floats = NDArray[np.float64]
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: run `op` (together with `beside`, where it is a pair), or send / receive the tensor
-    that `op` made for `consumer`."""
+    """One instruction of a rank: run `op` (together with `beside`, if the two are a pair), or send or receive the
+    tensor that `op` produced for `consumer`."""
 
     kind: Literal["compute", "send", "receive"]
     op: Op
@@ -67,7 +67,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """Per rank: compute ops, sends and receives in order. Arrays inside, `instructions` for people."""
+    """The compute ops, sends and receives of every rank in order, as arrays; `instructions` makes them readable."""
 
     plan: Plan
     channel: Channel
@@ -82,11 +82,11 @@ class Program:
     instr_offsets: Ints
     instr_kind: Ints
     instr_id: Ints
-    """The op of a compute instruction (of a pair its first), the transfer of a send or receive."""
+    """The op of a compute instruction (the first one of a pair), or the transfer of a send or receive."""
     preds: Ints
-    """The rendezvous graph: ops first, then transfers, then moves to host memory and those back."""
+    """The rendezvous graph: ops first, then transfers, then the moves to host memory, then those back."""
     moves: HostMoves | None = None
-    """What goes to host memory and comes back; None where no stage offloads."""
+    """Activations that are moved to host memory and back; None if no stage offloads."""
     mismatched: int
     """Transfers whose naive position (receive right before use) disagrees between the two ends."""
 
@@ -100,7 +100,7 @@ class Program:
         return int(self.source.size)
 
     def node_ms(self, op_ms: Floats) -> Floats:
-        """The time of every node of the rendezvous graph, given those of the ops."""
+        """Return the time of every node of the rendezvous graph, given the times of the ops."""
         lanes = () if self.moves is None else (self.moves.ms, self.moves.ms)
         return np.concatenate((op_ms, self.transfer_ms, *lanes))
 
@@ -120,7 +120,7 @@ class Program:
             yield Instruction("send" if kind == SEND else "receive", self.plan.op(a), self.plan.op(b), peer, number)
 
     def describe(self, node: int) -> str:
-        """A node of the rendezvous graph in words."""
+        """Describe a node of the rendezvous graph in words."""
         t = self.plan.table()
         if node < t.stage.size:
             return f"{self.plan.op(node)} (rank {t.rank[node]})"
@@ -137,11 +137,11 @@ class Program:
 def lower(
     plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
 ) -> Program:
-    """The deadlock-free, overlap-aware program of a plan; constructing it includes the proof.
+    """Return the deadlock-free program of a plan, with transfers that overlap with compute, after proving it.
 
     `check` validates the plan first; pass False if that was done before. `naive` places every receive directly before
-    its use and every send directly after its producer, which may deadlock: this is what figure 4 of the paper warns
-    about, kept for comparison and tests. Only with `naive` does `check=False` also skip the proof.
+    its use and every send directly after its producer, which may deadlock (figure 4 of the paper); it is kept for
+    comparison and tests. Only with `naive` does `check=False` also skip the proof.
     """
     if channel not in CHANNELS:
         raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")
@@ -197,7 +197,7 @@ def lower(
         candidates = [by_key(ready), by_key(chosen), program_of(*met)]
         best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
-        # An in-order queue delays what stands behind a late transfer; re-keying by the delayed times of the
+        # An in-order queue delays everything behind a late transfer; re-keying by the delayed times of the
         # first program often finds a better common order. Both are safe; keep the faster.
         first = by_key(ready)
         delayed = _simulate_nodes(first, duration)[1][source]
@@ -216,8 +216,8 @@ def lower(
 def _uncrowded_times(
     t: OpTable, data: Ints, source: Ints, target: Ints, column: Ints, took: Floats
 ) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Starts and ends of ops and transfers when only a rank pair's own direction queues, and their places in an order
-    of all of them: the windows of transfers come from these."""
+    """Return starts and ends of ops and transfers if only transfers of one direction of a rank pair queue, and the
+    position of each node in a topological order. These times give the windows of transfers."""
     computes = t.stage.size
     nodes = data.copy()
     nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
@@ -239,7 +239,7 @@ _MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}
 def _rendezvous(
     plan: Plan, channel: Channel, source: Ints, target: Ints, transfer_of: Ints, offsets: Ints, kinds: Ints, ids: Ints
 ) -> Ints:
-    """The rendezvous graph of these instructions, as a predecessor table."""
+    """Return the rendezvous graph of these instructions as a predecessor table."""
     t = plan.table()
     data, carried = joined(t, plan.predecessor_table()), transfer_of
     if t.lead is not None:
@@ -252,7 +252,8 @@ def _rendezvous(
 
 
 def pairs_start_together(t: OpTable, start: Floats) -> Floats:
-    """The second op of a pair starts with the first; as a node of the graph it only waits for it."""
+    """Return the starts with the second op of every pair moved to the first one's; in the graph it only waits for the
+    first."""
     if t.lead is None:
         return start
     out = start.copy()
@@ -263,7 +264,7 @@ def pairs_start_together(t: OpTable, start: Floats) -> Floats:
 def _meetings(
     plan: Plan, transfer_of: Ints, source: Ints, target: Ints, duration: Floats, transfer_ms: Floats
 ) -> tuple[Ints, Ints, Ints]:
-    """`blocking.meetings`, with pairs as one op each."""
+    """Call `blocking.meetings` with every pair as one op."""
     t = plan.table()
     data = plan.predecessor_table()
     if t.lead is None:
@@ -292,7 +293,7 @@ def _meetings(
 
 
 def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -> Program:
-    """The same transfers under other instruction lists (another rank's lowering, say); not proven."""
+    """Return the program with other instruction lists (another rank's, say) for the same transfers; not proven."""
     graph = _rendezvous(
         program.plan, program.channel, program.source, program.target, program.transfer_of, offsets, kinds, ids
     )
@@ -320,7 +321,7 @@ def prove_deadlock_free(program: Program) -> None:
 
 def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -> tuple[Floats, Floats]:
     t = plan.table()
-    # A gradient is as large as the output that it is the gradient of, which its consumer made.
+    # A gradient has the size of the output that it belongs to, which the gradient's consumer produced.
     maker = np.where(t.kind[source] == F, source, target)
     nbytes = boundary_bytes(plan, costs)[0][t.stage[maker], t.micro_batch[maker]]
     latency, per_byte = np.zeros(source.size), np.zeros(source.size)
@@ -330,13 +331,14 @@ def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -
         mine = (a == x) & (b == y)
         latency[mine], per_byte[mine] = link.latency_ms, link.ms_per_byte
     if plan.edges:
-        # What one rank sends to several others leaves over one link, and so do the gradients that come back.
+        # A tensor that one rank sends to several others shares one link, and so do the gradients that come back.
         per_byte *= _sharing(t, maker, np.where(t.kind[source] == F, b, a), t.kind[source] == F)
     return nbytes, latency + nbytes * per_byte
 
 
 def _sharing(t: OpTable, maker: Ints, other: Ints, forward: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Per transfer: to how many ranks its tensor goes, or from how many the gradients of it come."""
+    """Return, per transfer, to how many ranks its tensor is sent, or from how many ranks the tensor's gradients
+    come."""
     peers: dict[tuple[int, bool], set[int]] = {}
     keys = [(int(m), bool(f)) for m, f in zip(maker, forward, strict=True)]
     for key, rank in zip(keys, other, strict=True):
@@ -356,7 +358,7 @@ def _makespan(program: Program, duration: Floats) -> float:
 def _instructions(
     t: OpTable, source: Ints, target: Ints, sorting: tuple[NDArray[np.float64], ...]
 ) -> tuple[Ints, Ints, Ints]:
-    """Programs of all ranks: ops, sends and receives (in this numbering) sorted within their rank."""
+    """Return the programs of all ranks: ops, sends and receives (in this numbering) sorted within their rank."""
     computes, transfers = t.rank.size, source.size
     lane = np.concatenate((t.rank, t.rank[source], t.rank[target]))
     kinds = np.repeat(np.array([COMPUTE, SEND, RECEIVE], np.int32), [computes, transfers, transfers])
@@ -372,7 +374,7 @@ def _instructions(
 
 
 def _sorted_by_key(key: Floats, end: Floats, place: NDArray[np.int64], source: Ints) -> tuple[NDArray[np.float64], ...]:
-    """Ops by their end, transfers by their key; ties by topological place, a transfer after its producer."""
+    """Return sort keys: ops by their end, transfers by their key; ties by place, a transfer after its producer."""
     made = place[source] + 0.5
     return np.concatenate((end, key, key)), np.concatenate((place[: end.size], made, made)).astype(float)
 
@@ -380,10 +382,11 @@ def _sorted_by_key(key: Floats, end: Floats, place: NDArray[np.int64], source: I
 def _sorted_by_readiness(
     t: OpTable, source: Ints, target: Ints, ready: Floats, end: Floats
 ) -> tuple[NDArray[np.float64], ...]:
-    """Directed queues: sends follow their producer; receives are posted before their data can be ready.
+    """Return sort keys for directed queues: sends follow their producer; receives are posted before their data is
+    ready.
 
-    A receive stands after the ops its rank has finished by then, less PREFETCH ops of slack; a later
-    receive of the same direction never stands before an earlier one (the queue's order is the sender's).
+    A receive stands after the ops that its rank has finished by then, less PREFETCH ops of slack. A later receive of
+    the same direction never stands before an earlier one (the queue's order is the sender's).
     """
     position = _positions(t)
     first = target if t.lead is None else np.ascontiguousarray(t.lead[target])
@@ -393,7 +396,7 @@ def _sorted_by_readiness(
 
 
 def _sorted_naively(t: OpTable, source: Ints, target: Ints) -> tuple[NDArray[np.float64], ...]:
-    """Send right after producing, receive right before using."""
+    """Return sort keys that place a send right after its producer and a receive right before its consumer."""
     position = _positions(t)
     slots = np.concatenate((position + 0.5, position[source] + 1.0, position[target] + 0.0))
     after_sends = np.concatenate((np.zeros(t.rank.size + source.size), np.ones(target.size)))
@@ -401,18 +404,18 @@ def _sorted_naively(t: OpTable, source: Ints, target: Ints) -> tuple[NDArray[np.
 
 
 def _positions(t: OpTable) -> NDArray[np.int64]:
-    """Every op's place in its rank's order; both ops of a pair stand where the first one does."""
+    """Return every op's position in its rank's order; both ops of a pair have that of the first one."""
     lead = np.arange(t.rank.size) if t.lead is None else t.lead
     return lead - t.offsets[t.rank]
 
 
 def _by_direction(t: OpTable, source: Ints, target: Ints) -> NDArray[np.int64]:
-    """Transfers sorted by (source rank, target rank) and then by the sender's order."""
+    """Return the transfers sorted by (source rank, target rank) and then by the sender's order."""
     return np.lexsort((target, source, t.rank[target], t.rank[source]))
 
 
 def _before_in_direction(t: OpTable, source: Ints, target: Ints) -> Ints:
-    """The transfer (as a graph node) before each one in its direction's queue, or -1."""
+    """Return the transfer (as a graph node) before each one in its direction's queue, or -1."""
     queue = _by_direction(t, source, target)
     a, b = t.rank[source][queue], t.rank[target][queue]
     out = np.full(source.size, -1, np.int32)
@@ -438,7 +441,7 @@ def _receive_slots(rank, offsets, source, target, ready, end, prefetch, queue): 
 
 
 def _count_mismatches(t: OpTable, source: Ints, target: Ints) -> int:
-    """Transfers used in another order than they were sent in: naive positions would disagree there."""
+    """Count the transfers consumed in another order than they were sent in: naive positions would disagree there."""
     queue = _by_direction(t, source, target)
     a, b, used = t.rank[source][queue], t.rank[target][queue], target[queue]
     same = (a[1:] == a[:-1]) & (b[1:] == b[:-1])

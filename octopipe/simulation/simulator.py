@@ -45,7 +45,10 @@ Floats = NDArray[np.float64]
 def simulate(
     plan: Plan | Program, costs: CostTable, *, channel: Channel = "directed", label: str = "", check: bool = True
 ) -> Timeline:
-    """The predicted Timeline of a plan (lowered for `channel`) or of a program as it is."""
+    """Return the predicted Timeline of a plan, lowered for `channel`, or of a program, timed as it is.
+
+    `check` validates the plan, or proves that a given program cannot deadlock, before anything is timed.
+    """
     lowered_here = not isinstance(plan, Program)
     program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel, check=check)
     plan = program.plan
@@ -67,10 +70,10 @@ def timeline_of(
     overhead_ms: float = 0.0,
     label: str = "",
 ) -> Timeline:
-    """The Timeline of a program from the times of all its nodes, with memory and what follows the pipeline.
+    """Build the Timeline of a program, with memory and what follows the pipeline, from the times of all its nodes.
 
-    `overhead_ms`: what an op costs beside its layers. It passes after the op, before the next op starts and its tensor
-    leaves, and is no part of the op's span.
+    `overhead_ms`: the time that an op costs beyond that of its layers. It passes after the op, before the next op
+    starts and the op's tensor is sent, and is not part of the op's span.
     """
     plan = program.plan
     t = plan.table()
@@ -104,12 +107,14 @@ def timeline_of(
 
 
 def seen_bindings(binding: NDArray[np.int32], nodes: int) -> NDArray[np.int32]:
-    """Bindings among ops and transfers: lowering lets no op wait for host memory, so nothing is lost."""
+    """Return the bindings among ops and transfers, with -1 for all others. No op of a lowered program waits for a move
+    to or from host memory, so nothing is lost."""
     return np.where(binding[:nodes] < nodes, binding[:nodes], -1).astype(np.int32)
 
 
 def host_spans(program: Program, start: Floats, end: Floats) -> HostSpans | None:
-    """When activations went to host memory and came back, from the times of all nodes."""
+    """Return when activations were moved to host memory and back, from the times of all nodes; None without
+    offloading."""
     moves = program.moves
     if moves is None:
         return None
@@ -128,9 +133,10 @@ def host_spans(program: Program, start: Floats, end: Floats) -> HostSpans | None
 
 
 def makespan_ms(plan: Plan, costs: CostTable) -> float:
-    """The makespan under directed channels, without building a program or a timeline (no check either).
+    """Return the makespan under directed channels without building a program or a timeline, and without checking the
+    plan.
 
-    Plans with pairs, or with paths that fork, or that offload, are lowered after all.
+    Plans with pairs, with paths that fork or with offloading are lowered nevertheless.
     """
     if plan.pairs or plan.edges or plan.offloads:
         program = lower(plan, costs, check=False)
@@ -144,7 +150,7 @@ def makespan_ms(plan: Plan, costs: CostTable) -> float:
 
 
 def _order_arrays(plan: Plan, costs: CostTable) -> tuple[Any, ...]:
-    """What the engine times the orders of a plan of chains by."""
+    """Return the arguments with which the engine times the orders of a plan whose paths are chains."""
     t = plan.table()
     return (
         t.offsets,
@@ -160,8 +166,8 @@ def _order_arrays(plan: Plan, costs: CostTable) -> tuple[Any, ...]:
 
 
 def ops_and_transfers(plan: Plan, costs: CostTable) -> Timeline | None:
-    """The spans and transfers of `simulate` under directed channels (transfers in another order) and nothing else, for
-    searches that time many orders; None where the orders cannot run.
+    """Return only the spans and transfers of `simulate` under directed channels (transfers in another order), for
+    searches that time many orders; None if the orders cannot run.
 
     The ops must be those of a valid plan of chains without pairs, offload and exchanges, in any order.
     """
@@ -192,7 +198,7 @@ def ops_and_transfers(plan: Plan, costs: CostTable) -> Timeline | None:
 
 
 def with_memory(timeline: Timeline, plan: Plan, costs: CostTable) -> Timeline:
-    """What `ops_and_transfers` found, with the memory that every rank uses."""
+    """Return the result of `ops_and_transfers` with the memory curve and the capacity of every rank added."""
     transfers = timeline.transfers
     carried = np.full(plan.predecessor_table().shape, -1, np.int32)
     column = np.where(timeline.spans.kind[transfers.consumer] == F, 0, 2)
@@ -205,7 +211,8 @@ def with_memory(timeline: Timeline, plan: Plan, costs: CostTable) -> Timeline:
 
 
 def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: int = 1000, seed: int = 0) -> Floats:
-    """Makespans of `runs` trials with every op and transfer scaled by a log-normal of mean 1 and width sigma.
+    """Return the makespans of `runs` trials, with every op and transfer scaled by a log-normal of mean 1 and width
+    sigma.
 
     With data parallelism the step waits for its slowest pipeline: take the maximum of `data_parallel` trials.
     """
@@ -216,12 +223,12 @@ def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: 
 
 
 def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
-    """Bytes in use on every rank over time, for predicted or measured spans of a program.
+    """Return the bytes in use on every rank over time, for predicted or measured spans of a program.
 
-    F holds its activation (or what recomputation keeps) until I, and W's part of it until W; R restores what F dropped.
-    Offloaded activations occupy no memory between their release and their fetch.
-    A tensor between stages lives from its producer's end to its transfer's end on the sending rank, and from
-    its transfer's start to its consumer's start on the other (a gradient: to its consumer's end).
+    An activation (or the part that recomputation keeps) is counted from F to I, and the part that W needs until W. R
+    restores what F dropped. Offloaded activations occupy no memory between their release and their fetch. A tensor
+    between stages is counted from its producer's end to its transfer's end on the sending rank, and from its transfer's
+    start to its consumer's start on the receiving rank (a gradient: to its consumer's end).
     """
     return _memory_curves(program.plan, costs, spans, transfers, program.transfer_of, program.moves)
 
@@ -248,7 +255,7 @@ def _memory_curves(
 
 
 class _Changes:
-    """Changes of the bytes in use, in any order: on which rank, when, and by how much."""
+    """Changes of the bytes in use, added in any order: the rank, the time and the number of bytes of each."""
 
     def __init__(self) -> None:
         self._rank: list[NDArray[np.int32]] = []
@@ -261,7 +268,7 @@ class _Changes:
         self._delta.append(change)
 
     def curves(self, static: Floats) -> tuple[MemoryCurve, ...]:
-        """The curve of every rank, above its static bytes."""
+        """Return the memory curve of every rank, with its static bytes included."""
         ranks, times, deltas = np.concatenate(self._rank), np.concatenate(self._time), np.concatenate(self._delta)
         by = np.lexsort((times, ranks))
         ranks, times, deltas = ranks[by], times[by], deltas[by]
@@ -273,14 +280,14 @@ class _Changes:
             # Rounding of sums of large byte counts can leave a hair below the static level at the end.
             used = np.maximum(used, static[r])
             when = times[mine]
-            # What exists for no time at all (freed and taken in one instant) is no state of the memory.
+            # A level that lasts no time (bytes freed and allocated at the same instant) is not a state of the memory.
             lasting = np.append(when[1:] > when[:-1], True)[: when.size]
             curves.append(MemoryCurve(when[lasting], used[lasting], float(static[r])))
         return tuple(curves)
 
 
 def changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
-    """By how much every op changes the bytes in use on its rank, at its start and at its end."""
+    """Return by how much every op changes the bytes in use on its rank, at its start and at its end."""
     t = plan.table()
     memory = stage_memory(plan, costs)
     cell = (t.stage, t.micro_batch)
@@ -305,7 +312,8 @@ def _add_tensors_between_stages(
     transfers: Transfers,
     transfer_of: NDArray[np.int32],
 ) -> None:
-    """Outputs and gradients that cross stages: on the rank that makes them, and on the one that takes them."""
+    """Add the outputs and gradients that cross stages, on the rank that produces them and on the one that consumes
+    them."""
     t = plan.table()
     add = changes.add
     out_bytes = boundary_bytes(plan, costs)[0]
@@ -316,14 +324,14 @@ def _add_tensors_between_stages(
         takes = (t.kind == F) if forward else ((t.kind == I) | (t.kind == B))
         consumer = np.flatnonzero((data[:, column] >= 0) & takes)
         producer = data[consumer, column]
-        # A gradient is as large as the output that it is the gradient of, which its consumer made.
+        # A gradient has the size of the output that it belongs to, which the gradient's consumer produced.
         maker = producer if forward else consumer
         size = out_bytes[t.stage[maker], t.micro_batch[maker]]
         carried = transfer_of[consumer, column]
         local = carried < 0
         moved = carried[~local]
         if forward and plan.edges:
-            # What several stages take is one tensor on its maker's rank, until the last of them has it.
+            # An output that several stages consume is one tensor on its producer's rank, until the last of them has it.
             let_go = np.where(local, spans.start_ms[consumer], 0.0)
             let_go[~local] = transfers.end_ms[moved]
             np.maximum.at(last_use, producer, let_go)
@@ -350,8 +358,8 @@ def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
 
 
 def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
-    """The ranks that hold weights which a tied head shares with the embedding, and so sum their gradients. Of a cut
-    head every rank holds other rows, each of them once."""
+    """Return the ranks that hold weights shared by a tied head and the embedding, whose gradients must be summed.
+    Shards of a cut head do not count: every rank holds other rows, and each row exists once."""
     if not costs.tied_bytes:
         return ()
     ends = [s for s in plan.stages if s.shard is None and (s.first == 0 or s.stop == plan.num_layers > s.first)]
@@ -359,10 +367,11 @@ def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
 
 
 def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[tuple[float, float]]]:
-    """Per rank: when the gradients of weights that layers of several ranks share are there, and what a sum takes."""
+    """Return, per rank, when the gradients of weights that layers on several ranks share are complete, and how long
+    their all-reduce takes, both in milliseconds."""
     out: dict[int, list[tuple[float, float]]] = {}
     for layers, held in () if costs.graph is None else costs.graph.shared:
-        # Of a cut head every rank holds other rows.
+        # Every rank holds other rows of a cut head.
         whole = [(s, stage) for s, stage in enumerate(plan.stages) if stage.shard is None]
         mine = [s for s, stage in whole if any(stage.first <= k < stage.stop for k in layers)]
         ranks = sorted({plan.stages[s].rank for s in mine})
@@ -378,7 +387,8 @@ def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[t
 
 
 def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
-    """Reductions of each stage's gradients as soon as its last weight gradient is there, then the optimizer."""
+    """Return the reductions of gradients, each of which starts when its last weight gradient is complete and the rank's
+    reduction before it has ended, and then the optimizer of every rank."""
     done = np.zeros(len(plan.stages))
     weights = (spans.kind == W) | (spans.kind == B)
     np.maximum.at(done, spans.stage[weights], spans.end_ms[weights])

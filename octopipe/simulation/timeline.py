@@ -48,7 +48,7 @@ class Spans(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """Tensors on their way: producer and consumer are numbers of spans."""
+    """Tensors in transit between ranks; producer and consumer are indices of spans."""
 
     producer: Ints
     consumer: Ints
@@ -69,7 +69,7 @@ class Extra(NamedTuple):
 
 
 class HostSpans(NamedTuple):
-    """Activations on their way to host memory (down) and back (up), one entry per stage and micro-batch."""
+    """Moves of activations to host memory (down) and back (up), one entry per stage and micro-batch."""
 
     rank: Ints
     stage: Ints
@@ -82,10 +82,10 @@ class HostSpans(NamedTuple):
 
 
 class LaneSpans(NamedTuple):
-    """What the two lanes of the ranks did within the spans: where ops have an exchange, and in pairs."""
+    """What the two lanes of every rank did within the spans, for ops that have an exchange and for pairs."""
 
     span: Ints
-    """The span it is part of."""
+    """The index of the span that it is part of."""
     lane: Ints
     """0 compute, 1 exchange."""
     start_ms: Floats
@@ -101,12 +101,12 @@ class Exchange(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share that is hidden; 1 where there is no exchange."""
+        """Share that is hidden; 1 if there is no exchange."""
         return self.hidden_ms / self.total_ms if self.total_ms > 0 else 1.0
 
 
 class MemoryCurve(NamedTuple):
-    """Bytes in use on a rank: `bytes[i]` holds from `times_ms[i]` on; static bytes included."""
+    """Bytes in use on a rank, static bytes included: `bytes[i]` applies from `times_ms[i]` on."""
 
     times_ms: Floats
     bytes: Floats
@@ -128,12 +128,12 @@ class Overlap(NamedTuple):
 
     communications: int
     overlapped: int
-    """Ends of transfers during the whole of which that rank was computing."""
+    """Sends and receives during all of which their rank was computing."""
     rate: float
     hidden_ms: float
     total_ms: float
     overlappable: int = 0
-    """Ends of transfers during at least a part of which that rank was computing: what the paper counts."""
+    """Sends and receives during at least part of which their rank was computing; the paper counts these."""
 
     @property
     def overlappable_rate(self) -> float:
@@ -150,18 +150,18 @@ class Timeline:
     memory: tuple[MemoryCurve, ...] = ()
     extras: tuple[Extra, ...] = ()
     capacity_bytes: tuple[float, ...] = ()
-    """Per rank; infinite where there is no limit."""
+    """Per rank; infinite if there is no limit."""
     binding: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Per span, then per transfer: the node that ended last before it (spans first, transfers after)."""
+    """Per span, then per transfer: the node (spans first, then transfers) that ended last before it, or -1."""
     measured: bool = False
     label: str = ""
     model: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
-    """What it was predicted or measured for, where that is known: GPU, TP, sequence length, ..."""
+    """The set-up it was predicted or measured for, as far as it is known: GPU, TP, sequence length, ..."""
     lanes: LaneSpans | None = None
-    """Compute and exchange within the spans; None where no op has an exchange and none is paired."""
+    """Compute and exchange within the spans; None if no op has an exchange and none is paired."""
     host: HostSpans | None = None
-    """What went to host memory; None where nothing is offloaded, and in measured timelines, which do not see it."""
+    """Moves to host memory; None without offloading, and in measured timelines, which do not record them."""
 
     # -- times -----------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Timeline:
         return float(max([self.makespan_ms, *(e.end_ms for e in self.extras)]))
 
     def _edges(self) -> tuple[Floats, Floats]:
-        """First start and last end of every rank (both zero where it runs nothing)."""
+        """Return the first start and the last end of every rank (both 0 if it runs nothing)."""
         first, last = np.full(self.num_ranks, np.inf), np.zeros(self.num_ranks)
         np.minimum.at(first, self.spans.rank, self.spans.start_ms)
         np.maximum.at(last, self.spans.rank, self.spans.end_ms)
@@ -191,7 +191,7 @@ class Timeline:
         return np.bincount(self.spans.rank, weights=took, minlength=self.num_ranks).astype(np.float64)
 
     def _took(self) -> Floats:
-        """Time of every span that no earlier span of its rank covers: two ops that run together count once."""
+        """Return the part of every span that no earlier span of its rank covers: paired ops count once."""
         start, end = self.spans.start_ms, self.spans.end_ms
         if self.lanes is None:
             return end - start
@@ -204,7 +204,7 @@ class Timeline:
 
     @cached_property
     def host_peak_bytes(self) -> Floats:
-        """The most that every rank has in host memory at one time."""
+        """The most bytes that every rank has in host memory at one time."""
         out, host = np.zeros(self.num_ranks), self.host
         if host is None:
             return out
@@ -243,13 +243,13 @@ class Timeline:
 
     @cached_property
     def bubbles(self) -> Bubbles:
-        """Every rank's idle time within the makespan, and why."""
+        """Every rank's idle time within the makespan, divided by cause."""
         first, last = self._edges()
         idle = np.maximum(self.makespan_ms - self.busy_ms, 0.0)
         ran = np.bincount(self.spans.rank, minlength=self.num_ranks) > 0
         boundary = np.minimum(np.where(ran, first + (self.makespan_ms - last), idle), idle)
         gap_start, gap_end = self._gaps()
-        # Of the gap before each op, the part in which the latest transfer it needs was in flight.
+        # The part of the gap before each op in which the latest transfer it needs was in flight.
         arrival, departure = np.full(gap_end.size, -np.inf), np.full(gap_end.size, np.inf)
         by_end = np.argsort(self.transfers.end_ms, kind="stable")
         consumer = self.transfers.consumer[by_end]
@@ -263,7 +263,7 @@ class Timeline:
         return Bubbles(idle, boundary, communication, imbalance, left - imbalance)
 
     def _gaps(self) -> tuple[Floats, Floats]:
-        """Idle interval before every span inside its rank's work (empty before a rank's first op)."""
+        """Return the idle interval before every span inside its rank's work (empty before a rank's first op)."""
         end_before = np.concatenate(([0.0], self.spans.end_ms[:-1]))
         new_rank = np.concatenate(([True], self.spans.rank[1:] != self.spans.rank[:-1]))
         gap_end = self.spans.start_ms
@@ -289,7 +289,7 @@ class Timeline:
         return Overlap(ends, overlapped, overlapped / ends if ends else 1.0, hidden_total, total, overlappable)
 
     def _busy_until(self, rank: int, times: Floats) -> Floats:
-        """Compute time of a rank before each of `times`."""
+        """Return the compute time of a rank before each of `times`."""
         mine = self.spans.rank == rank
         start, end = self.spans.start_ms[mine], self.spans.end_ms[mine]
         if self.lanes is not None:
@@ -318,7 +318,7 @@ class Timeline:
         return Op(int(s.stage[span]), KINDS[s.kind[span]], int(s.micro_batch[span]))
 
     def critical_path(self) -> tuple[int, ...]:
-        """Nodes (spans, then transfers) that decided the makespan, from the start to the last op."""
+        """Return the nodes (spans, then transfers) that decided the makespan, from the start to the last op."""
         if self.binding.size == 0 or self.spans.end_ms.size == 0:
             return ()
         path = [int(np.argmax(self.spans.end_ms))]
@@ -327,7 +327,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def summary(self) -> dict[str, Any]:
-        """The numbers every verb prints as JSON."""
+        """Return the numbers that every command prints as JSON."""
         b, o = self.bubbles, self.overlap
         return {
             "step_ms": self.step_ms,
@@ -398,7 +398,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 
 def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
-    """The timeline in a file's bytes; whatever is wrong there is one line that opens with `where`."""
+    """Return the timeline in a file's bytes. Raises an error whose one line starts with `where` if they are invalid."""
     record = read_record(data, where)
     return Timeline(
         num_ranks=record.num_ranks,
@@ -420,7 +420,7 @@ def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
 
 
 def _covered(start: Floats, end: Floats, times: Floats) -> Floats:
-    """How much of the intervals, which do not overlap and stand in order, lies before each of `times`."""
+    """Return how much of the intervals, which are in order and do not overlap, lies before each of `times`."""
     if start.size == 0:
         return np.zeros(times.size)
     before = np.concatenate(([0.0], np.cumsum(end - start)))
@@ -431,7 +431,7 @@ def _covered(start: Floats, end: Floats, times: Floats) -> Floats:
 
 
 def _union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """Intervals as few that do not overlap, in order of time."""
+    """Merge intervals into as few as possible that do not overlap, in order of time."""
     if start.size == 0:
         return start, end
     order = np.argsort(start, kind="stable")

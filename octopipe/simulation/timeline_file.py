@@ -19,7 +19,7 @@ from octopipe.base.limits import MAX_BYTES, MAX_OPS, MAX_RANKS, MAX_STAGES, MAX_
 
 FORMAT = "octopipe.timeline/1"
 MOST_NODES = 4 * MAX_OPS
-"""Ops and transfers together."""
+"""The most ops and transfers together that a file may contain."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Node = Annotated[int, Meta(ge=0, lt=MOST_NODES)]
 Time = Annotated[float, Meta(ge=0, le=MAX_TIME_MS)]
@@ -38,7 +38,7 @@ class SpanColumns(msgspec.Struct):
 
 
 class TransferColumns(msgspec.Struct):
-    """Tensors on their way; producer and consumer are numbers of spans."""
+    """Transfers between ranks; producer and consumer are indices of spans."""
 
     producer: list[Node]
     consumer: list[Node]
@@ -59,7 +59,7 @@ class LaneColumns(msgspec.Struct):
 
 
 class HostColumns(msgspec.Struct):
-    """Activations on their way to host memory and back."""
+    """Moves of activations to host memory (down) and back (up)."""
 
     rank: list[Rank]
     stage: list[Annotated[int, Meta(ge=0, lt=MAX_STAGES)]]
@@ -89,7 +89,7 @@ class ExtraRecord(msgspec.Struct):
 
 
 class TimelineRecord(msgspec.Struct):
-    """The whole file; keys that are not here are ignored."""
+    """The whole file; unknown keys are ignored."""
 
     num_ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     spans: SpanColumns
@@ -107,7 +107,7 @@ class TimelineRecord(msgspec.Struct):
 
 
 def read_record(data: bytes, where: str) -> TimelineRecord:
-    """The record in a timeline file, if it could have happened."""
+    """Return the record in a timeline file. Raises an error if it is malformed or contradicts itself."""
     raw: Any = decode_json(data, where, most_values=MAX_TIMELINE_VALUES)
     if not isinstance(raw, dict) or not str(raw.get("format")).startswith("octopipe.timeline"):
         raise OctoPipeError(f'{where}: not a timeline; expected a JSON object with "format": "{FORMAT}"')
@@ -124,7 +124,7 @@ def read_record(data: bytes, where: str) -> TimelineRecord:
 
 
 def _problem(record: TimelineRecord) -> str:
-    """What cannot be true in the record, or nothing."""
+    """Describe the first contradiction in the record; empty if there is none."""
     spans, transfers, ranks = record.spans, record.transfers, record.num_ranks
     lanes = record.lanes or LaneColumns([], [], [], [])
     host = record.host or HostColumns(*([] for _ in range(8)))
@@ -169,8 +169,8 @@ def _problem(record: TimelineRecord) -> str:
 
 
 def _ends(binding: NDArray[np.int32]) -> bool:
-    """Does every walk along `binding` come to -1? Each round doubles the steps taken by all walks at once."""
-    at = np.append(binding, np.int32(-1))  # index -1 is the last entry: who has arrived stays there
+    """Return whether every walk along `binding` reaches -1. Each round doubles the steps taken by all walks at once."""
+    at = np.append(binding, np.int32(-1))  # index -1 is the last entry: a walk that has arrived stays there
     for _ in range(max(1, int(binding.size).bit_length())):
         at = at[at]
     return bool(np.all(at == -1))

@@ -32,9 +32,9 @@ NEVER = -1.0
 
 @njit
 def handed_over(channel, source, target, end, transfer_ms):  # type: ignore[no-untyped-def]
-    """When the result of an op that ended at `end` on rank `source` is on rank `target`; takes its place in the queue.
+    """Return when the result of an op that ended at `end` on rank `source` is on rank `target`, and occupy its queue.
 
-    A result that stays on its rank is there at once. Another waits until the queue of its direction is empty.
+    A result that stays on its rank is there at once. Any other waits until the queue of its direction is empty.
     """
     if source == target:
         return end
@@ -53,8 +53,8 @@ def hand_on(arrived, row, stage, micro_batch, channel, source, target, end, tran
 
 @njit
 def start_of(arrived, kind, stage, micro_batch, free):  # type: ignore[no-untyped-def]
-    """When an op may start on a rank that is free from `free` on; infinite while what it needs is not there, NEVER
-    where its own rank has not run what must come before it."""
+    """Return when an op may start on a rank that is free from `free` on: infinite while what it needs has not arrived,
+    NEVER if its own rank has not run an op that must come first."""
     if kind == F:
         return max(free, arrived[FOR_F, stage, micro_batch])
     if kind == W:
@@ -69,7 +69,7 @@ def start_of(arrived, kind, stage, micro_batch, free):  # type: ignore[no-untype
 
 @njit
 def note_run(arrived, kind, stage, micro_batch, drops):  # type: ignore[no-untyped-def]
-    """Note that an op has run; `drops`: F lets its activations go, and an R will bring them back."""
+    """Note that an op has run. `drops`: F drops its activations, and an R will restore them."""
     if kind == F:
         arrived[FOR_F, stage, micro_batch] = DROPPED if drops else RAN
     elif kind == R:
@@ -80,7 +80,8 @@ def note_run(arrived, kind, stage, micro_batch, drops):  # type: ignore[no-untyp
 
 @njit
 def begin_paths(arrived, before, route):  # type: ignore[no-untyped-def]
-    """Nothing has arrived, except for the inputs of stages that no other stage feeds (`before[route, stage]` < 0)."""
+    """Mark everything as not arrived, except the inputs of stages that no other stage feeds (`before[route, stage]` <
+    0)."""
     for s in range(arrived.shape[1]):
         for m in range(arrived.shape[2]):
             arrived[FOR_F, s, m] = 0.0 if before[route[m], s] < 0 else np.inf
@@ -91,8 +92,8 @@ def begin_paths(arrived, before, route):  # type: ignore[no-untyped-def]
 def pass_on(  # type: ignore[no-untyped-def]
     arrived, kind, s, m, before, after, route, stage_rank, channel, end, forward_ms, gradient_ms
 ):
-    """Hand on what an op makes that ended at `end`: F's output to the stage after it, I's and B's gradient to the one
-    before it. Where a path ends with F, its gradient is there at once. R and W make nothing for others."""
+    """Hand on the result of an op that ended at `end`: F's output to the stage after it, the gradient of I and B to the
+    stage before it. If a path ends with F, its gradient is there at once. R and W produce nothing for other stages."""
     r = stage_rank[s]
     if kind == F:
         to = after[route[m], s]

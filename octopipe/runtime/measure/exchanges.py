@@ -30,7 +30,7 @@ from octopipe.runtime.turns import Turns, give_turn, watching
 
 Row = tuple[Part, ...]
 MOST_SLOWING = 4.0
-"""More than this nobody has measured: the grid of `_slowing` begins with it."""
+"""The largest slowing considered, more than was ever measured; the grid of `_slowing` begins with it."""
 GRID, REFINEMENTS, SHRINK, TIE = 4, 60, 0.75, 1e-9
 """Points of the grid on either side of its middle, how often it becomes finer and by how much, and the
 weight of a small slowing."""
@@ -53,7 +53,7 @@ class MeasuredExchange:
 
 
 class _Clock:
-    """Moments on the compute stream, or on the host's clock."""
+    """Records moments on the compute stream, or on the host's clock."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -68,7 +68,7 @@ class _Clock:
         self.moments.append(event)
 
     def ms(self) -> list[float]:
-        """Between neighbouring moments; waits for the device."""
+        """Return the milliseconds between neighbouring moments; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in zip(self.moments, self.moments[1:], strict=False)]
@@ -78,13 +78,14 @@ class _Clock:
 def exchanges_of(
     ready: Sequence[Layer], ring: Sequence[int], device: torch.device, repeats: int
 ) -> tuple[MeasuredExchange, ...]:
-    """Every distinct layer's parts (collective over whatever the layers' exchanges are); () where there are none.
+    """Return the parts of every distinct layer; () if no layer exchanges anything. Collective over the groups in which
+    layers exchange.
 
     `ring` is the order in which this rank runs the layers; members of an expert group have the same one.
     """
     seen: list[tuple[list[list[float]], ...]] = [([], [], []) for _ in ready]
     for k in range(repeats):
-        # The device is waited for once a round, as when times are taken.
+        # Wait for the device once per round, as when layers are timed.
         for i, (clock, borders) in [(i, _watched(ready[i], device)) for i in ring]:
             ms = clock.ms()
             for kind in range(3):
@@ -99,7 +100,7 @@ def exchanges_of(
             found: list[list[float]] = [[] for _ in ready]
             for k in range(repeats + 1):
                 for i, clock in [(i, _paired(ready[i], ops, len(seen[i][1][0]) // 2, turns, device)) for i in both]:
-                    if k > 0:  # the first is for what happens once
+                    if k > 0:  # the first round absorbs one-time work
                         found[i].append(clock.ms()[0])
             together[name] = [float(np.median(ms)) if ms else 0.0 for ms in found]
     finally:
@@ -116,8 +117,8 @@ def exchanges_of(
 
 
 def _watched(layer: Layer, device: torch.device) -> tuple[_Clock, list[int]]:
-    """F, I and W of a layer; where each of them begins among the moments. The parts of F and I are compute, exchange,
-    compute and so on, compute first."""
+    """Run F, I and W of a layer; return the moments, and where each of the three begins among them. The parts of F and
+    I alternate between compute and exchange, compute first."""
     clock = _Clock(device)
     borders: list[int] = []
 
@@ -135,7 +136,8 @@ PAIRS: dict[str, tuple[str, str]] = {"paired_ms": ("F", "I"), "forwards_ms": ("F
 
 
 def _paired(layer: Layer, kinds: tuple[str, str], exchanges: int, turns: Turns, device: torch.device) -> _Clock:
-    """Two ops of different micro-batches together, between two moments. `exchanges`: how many an I of the layer has."""
+    """Run two ops of different micro-batches together, between two moments. `exchanges`: how many an I of the layer
+    has."""
     rest: list[Callable[[], None]] = []
     ops = [_op(layer, kind, exchanges, rest) for kind in kinds]
     clock = _Clock(device)
@@ -156,7 +158,7 @@ def _paired(layer: Layer, kinds: tuple[str, str], exchanges: int, turns: Turns, 
 
 
 def _op(layer: Layer, kind: str, exchanges: int, rest: list[Callable[[], None]]) -> Callable[[], None]:
-    """An op of the layer that is ready to run; `rest` gets what its micro-batch still has to do afterwards."""
+    """Return an op of the layer that is ready to run. The rest of its micro-batch's work is appended to `rest`."""
 
     def forward() -> None:
         run = layer.forward()
@@ -185,7 +187,8 @@ def _op(layer: Layer, kind: str, exchanges: int, rest: list[Callable[[], None]])
 
 
 def _row(runs: Sequence[Sequence[float]]) -> Row:
-    """The median of every part; nothing where a layer exchanges nothing, or not always as often."""
+    """Return the median of every part; empty if a layer exchanges nothing, or a different number of times in different
+    runs."""
     if len({len(run) for run in runs}) != 1 or not 1 < len(runs[0]) <= MAX_SEGMENTS:
         return ()
     return tuple(
@@ -194,7 +197,7 @@ def _row(runs: Sequence[Sequence[float]]) -> Row:
 
 
 def segments_of(ranks: Sequence[Sequence[MeasuredExchange]], group_of: Sequence[int]) -> Segments | None:
-    """The measurements of all ranks as the segments of a cost table; None if no layer exchanges tokens."""
+    """Return the measurements of all ranks as the segments of a cost table; None if no layer exchanges tokens."""
     if not ranks[0]:
         return None
     layers = [_mean([rank[g] for rank in ranks]) for g in range(len(ranks[0]))]
@@ -243,11 +246,12 @@ def _pairs_of(layer: MeasuredExchange) -> list[_MeasuredPair]:
 
 
 def _slowing(pairs: Sequence[_MeasuredPair]) -> tuple[float, float]:
-    """By which shares computation and an exchange are slowed beside each other: those with the least squares of the
-    pairs' relative errors, found on a grid that becomes finer around the best point. Of equals, the smallest."""
+    """Return by which shares computation and a concurrent exchange slow each other down. They minimise the squares of
+    the pairs' relative errors, and are found on a grid that becomes finer around the best point. Of equal ones, the
+    smallest."""
     if not pairs:
         return 0.0, 0.0
-    both = any(pair.filler_ms > 0.0 or pair.first is pair.second for pair in pairs)  # see the module's words
+    both = any(pair.filler_ms > 0.0 or pair.first is pair.second for pair in pairs)  # see the module's docstring
 
     def error(slows_compute: float, slows_exchange: float) -> float:
         off = [pair.predicted_ms(slows_compute, slows_exchange) / pair.took_ms - 1.0 for pair in pairs]

@@ -24,20 +24,20 @@ from octopipe.runtime.precision import PARAMETER_DTYPES
 
 GIB = float(1 << 30)
 UNFIT = "does not fit in memory"
-"""A part of every message about memory, by which such a message is recognized in the reports of ranks."""
+"""The part of every message about memory by which such a message is recognized in the reports of ranks."""
 PROCESS_BYTES = 0.25 * GIB
 """Bytes that a rank needs besides its layers, for libraries and their workspaces."""
 REHEARSED = 4
-"""Micro-batches of the plan that a profile of several ranks runs at its end, or more where there are more ranks."""
+"""Micro-batches of the plan that a profile of several ranks runs at its end; with more ranks, one per rank."""
 MATRIX = 768
-"""Side of the matrices whose product tells this machine's speed: some milliseconds on one core."""
+"""Side of the matrices whose product measures this machine's speed: it takes some milliseconds on one core."""
 
 
 def profile_bytes(work: Workload, ranks: int) -> float:
-    """The peak memory of all ranks of a profile together.
+    """Return the peak memory of all ranks of a profile together.
 
-    First every rank holds one layer of each kind, with gradients, inputs and outputs. Then, where there are several
-    ranks, they hold the whole model together and run a few micro-batches.
+    First every rank holds one layer of each kind, with gradients, inputs and outputs. Then, if there are several ranks,
+    they hold the whole model together and run a few micro-batches.
     """
     spec = work.spec
     of_parameter = work.mode.bytes_per_parameter(state_factor=0)
@@ -53,7 +53,7 @@ def profile_bytes(work: Workload, ranks: int) -> float:
 
 
 def check_host_memory(work: Workload, ranks: int) -> None:
-    """Before any rank starts: the memory of this host, for ranks on its CPUs."""
+    """Raise an error if ranks on this host's CPUs need more memory than is free. Called before any rank starts."""
     free = free_host_bytes()
     if work.device != "cpu" or free is None:
         return
@@ -63,7 +63,8 @@ def check_host_memory(work: Workload, ranks: int) -> None:
 
 
 def check_device_memory(work: Workload, ranks: int, device: torch.device) -> None:
-    """On a rank, before its layers are built: the memory of its GPU, which several ranks may share."""
+    """Raise an error if a rank's GPU, which several ranks may share, has too little memory. Called before layers are
+    built."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -74,7 +75,8 @@ def check_device_memory(work: Workload, ranks: int, device: torch.device) -> Non
 
 
 def check_plan_memory(ranks_bytes: Sequence[float], what: str) -> None:
-    """Before ranks run a plan on this host's CPUs: what they hold at their fullest, by its timeline."""
+    """Raise an error if a plan's ranks on this host's CPUs need more memory than is free. `ranks_bytes`: the peak of
+    each rank, by the plan's timeline. Called before ranks run the plan."""
     free = free_host_bytes()
     needed = sum(ranks_bytes) + len(ranks_bytes) * PROCESS_BYTES
     if free is not None and needed > free:
@@ -95,7 +97,7 @@ def _line(work: Workload, ranks: int, place: str, needed: float, free: float) ->
 
 
 def expected_seconds(work: Workload, ranks: int, *, repeats: int, warm_up: int) -> float | None:
-    """The least time that a profile takes on this machine's CPUs, by its FLOPs; None on a GPU."""
+    """Return the least time that a profile takes on this machine's CPUs, computed from its FLOPs; None on a GPU."""
     if work.device != "cpu":
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -105,13 +107,13 @@ def expected_seconds(work: Workload, ranks: int, *, repeats: int, warm_up: int) 
 
 
 def matrix_speed(dtype: torch.dtype, threads: int) -> float:
-    """FLOPs per second of a matrix product on this host, with so many threads."""
+    """Return the FLOPs per second of a matrix product on this host with this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         a = torch.ones(MATRIX, MATRIX, dtype=dtype)
         taken = []
-        for _ in range(8):  # the shortest counts: other programs may run beside
+        for _ in range(8):  # the shortest counts: other programs may run at the same time
             began = time.perf_counter()
             a @ a
             taken.append(time.perf_counter() - began)

@@ -19,14 +19,13 @@ from octopipe.runtime.ranks.world import World
 SIZES = (1 << 16, 1 << 24, 1 << 27)
 COPIES = 6
 EXPECTED_BYTES_PER_MS = 8e6
-"""The bandwidth of a slow link. Computation that runs beside the copies is made as long as the copies would take over
-it."""
+"""The bandwidth of a slow link. The computation beside the copies is made as long as the copies would take over it."""
 MOST_KERNELS = 2048
 
 
 def measure_host_link(world: World, device: torch.device, *, sizes: tuple[int, ...] = SIZES) -> Link:
-    """The link of the slowest rank in each direction (collective), measured while all ranks compute and copy in both
-    directions."""
+    """Return the link to host memory of the slowest rank (collective), measured while all ranks compute and copy in
+    both directions."""
     load = _Load(device) if device.type == "cuda" else None
     times = [_both_ways_ms(world, device, size, load) for size in sizes]
     every = np.array(world.gather(times))
@@ -34,13 +33,14 @@ def measure_host_link(world: World, device: torch.device, *, sizes: tuple[int, .
 
 
 def _both_ways_ms(world: World, device: torch.device, nbytes: int, load: _Load | None) -> float:
-    """The time of a copy to the host while another copy runs in the opposite direction."""
+    """Return the time of one copy between device and host while another copy runs in the opposite direction: that of
+    the slower direction. On a CPU, copies run in one direction only."""
     cuda = device.type == "cuda"
     here = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     there = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
     if not cuda:
         there[0].copy_(here[0])
-        world.gather(None)  # all at once
+        world.gather(None)  # all ranks at the same time
         began = time.perf_counter()
         for _ in range(COPIES):
             there[0].copy_(here[0])
@@ -85,6 +85,6 @@ class _Load:
         self._wide.add_(1.0)
 
     def run(self, ms: float) -> None:
-        """Enqueue about so many milliseconds of work on the current stream."""
+        """Enqueue about this many milliseconds of work on the current stream."""
         for _ in range(min(MOST_KERNELS, math.ceil(ms / self._ms))):
             self._once()

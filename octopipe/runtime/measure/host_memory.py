@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Free memory of this host, or of the container of this process; None if it is not known."""
+    """Return the free memory of this host, or of the container of this process; None if it is not known."""
     found = [b for b in (_available(proc / "meminfo"), _cgroup_free(proc, cgroups)) if b is not None]
     return min(found, default=None)
 
@@ -30,8 +30,8 @@ def _available(meminfo: Path) -> float | None:
 
 
 def _cgroup_free(proc: Path, cgroups: Path) -> float | None:
-    """Free memory under the tightest limit of the control groups of this process; reclaimable page cache counts as
-    free."""
+    """Return the free memory under the tightest limit of the control groups of this process; reclaimable page cache
+    counts as free."""
     try:
         entries = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
     except OSError:

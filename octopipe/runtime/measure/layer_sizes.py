@@ -28,7 +28,8 @@ VALUE_BYTES = {"fp64": 8.0, "fp32": 4.0}
 
 
 def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
-    """The number of parameters of every layer; a tied head includes them too, for a rank that holds only the head."""
+    """Return the number of parameters of every layer. A tied head counts the shared weights as well, for a rank that
+    holds only the head."""
     if isinstance(spec, ModelSpec):
         tied = getattr(spec.layers[-1], "tied", False)
         counts = [layer.parameters for layer in spec]
@@ -39,7 +40,8 @@ def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
 
 
 def equal_costs(spec: ModelSpec | HfModel) -> CostTable:
-    """Equal layers, connected as those of the model, for plans that are made before anything has been measured."""
+    """Return costs of equal layers, connected as those of the model, for plans that are made before anything is
+    measured."""
     graph = None if isinstance(spec, ModelSpec) else spec.graph()
     return CostTable.uniform(num_layers=spec.num_layers, model=spec.name).replace(graph=graph)
 
@@ -47,7 +49,7 @@ def equal_costs(spec: ModelSpec | HfModel) -> CostTable:
 def layer_activations(
     spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1, precision: str = "fp32"
 ) -> list[float]:
-    """Bytes that every layer holds for one micro-batch until its backward."""
+    """Return the bytes that every layer keeps for one micro-batch until its backward."""
     width = VALUE_BYTES.get(precision, 2.0)
     known = planned_spec(spec)
     if known is not None:
@@ -60,7 +62,7 @@ def layer_activations(
 
 
 def step_flops(spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1) -> list[float]:
-    """FLOPs of F, I and W of every layer for one micro-batch."""
+    """Return the FLOPs of F, I and W together of every layer for one micro-batch."""
     known = planned_spec(spec)
     if known is not None:
         return [layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).total for layer in known]
@@ -68,7 +70,7 @@ def step_flops(spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1
 
 
 def planned_spec(spec: ModelSpec | HfModel) -> ModelSpec | None:
-    """The planner's own view of a model, where it has one layer for each layer that runs."""
+    """Return the planner's description of a model; None unless it has one layer for each layer that runs."""
     if isinstance(spec, ModelSpec):
         return spec
     try:

@@ -39,7 +39,7 @@ def measure_links(
     transport: str | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """Links between every pair of ranks (collective); both directions of a pair get the mean of the two."""
+    """Measure the links between every pair of ranks (collective); both directions of a pair get the mean of the two."""
     if pairs is None:
         pairs = [(a, b) for a in range(world.size) for b in range(a + 1, world.size)]
     out: dict[tuple[int, int], Link] = {}
@@ -59,9 +59,9 @@ def measure_overlap(
     repeats: int = 5,
     transport: str | None = None,
 ) -> float:
-    """How much longer `work` takes on rank 0 while it exchanges tensors of `nbytes` with rank 1 (collective, at least
-    two ranks); 1.0 means no longer. All ranks do the work; the result is the median of alternating runs with and
-    without the exchange."""
+    """Return by which factor `work` takes longer on rank 0 while it exchanges tensors of `nbytes` with rank 1; 1.0
+    means no longer. Collective, with at least two ranks. All ranks do the work; the result compares the medians of
+    alternating runs with and without the exchange."""
     program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
     mine = rank_program(program, world.rank)
     mover = make_transport(transport, world, program, device, 120.0)
@@ -107,10 +107,10 @@ def measure_sum(
     repeats: int = 5,
     transport: str | None = None,
 ) -> Link | None:
-    """The link over which ranks 0 and 1 sum gradients as copies of a layer do (collective).
+    """Return the link over which ranks 0 and 1 sum gradients as copies of a layer do (collective).
 
-    None unless the ranks share a device: such sums are then predicted from the link between the two ranks. A sum over
-    two ranks takes 2 latency + bytes / bandwidth, as the simulator prices it.
+    None unless the ranks share a device: otherwise such sums are predicted from the link between the two ranks. A sum
+    over two ranks takes 2 latency + bytes / bandwidth, as the simulator prices it.
     """
     if world.size < 2:
         return None
@@ -199,7 +199,7 @@ def _plan(ranks: int, a: int, b: int) -> Plan:
 def _bounce(
     world: World, device: torch.device, a: int, b: int, size: int, repeats: int, transport: str | None
 ) -> float:
-    """The median one-way time in milliseconds, known on rank `a`."""
+    """Return the median one-way time in milliseconds on rank `a`, and 0 on all other ranks."""
     costs = CostTable.uniform(num_layers=2, p2p_ms=0.01)
     program = lower(_plan(world.size, a, b), costs)
     mine = rank_program(program, world.rank)
@@ -226,7 +226,7 @@ def _bounce(
 
 
 def _by_micro_batch(mine: RankProgram) -> list[tuple[Any, Any]]:
-    """For every micro-batch, the forward slot and the gradient slot of this rank."""
+    """Return, for every micro-batch, the forward slot and the gradient slot of this rank."""
     forward = {s.op.micro_batch: s for s in mine.slots if s.forward}
     gradient = {s.op.micro_batch: s for s in mine.slots if not s.forward}
     return [(forward[m], gradient[m]) for m in sorted(forward)]

@@ -129,7 +129,7 @@ class Mps:
 
 
 def connections(num_ranks: int) -> int:
-    """The number of hardware queues of one rank.
+    """Return the number of hardware queues of one rank.
 
     Streams that wait for a peer must not share a queue with the streams that they wait for. With MPS's default they do,
     and a pipeline of four ranks hangs. Too many queues are rejected: on an H200 four ranks can have 16 each, but not
@@ -142,7 +142,7 @@ def connections(num_ranks: int) -> int:
 
 
 def _share_asked(text: str | None) -> float | None:
-    """The share that the user has set in the environment, if any.
+    """Return the share that the user has set in the environment, if any.
 
     >>> _share_asked("12.5"), _share_asked(None)
     (12.5, None)

@@ -79,7 +79,7 @@ class Layer:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.autocast = autocast_context(autocast_dtype(precision), device)
         self.context: Callable[[], Any] = self.autocast or nullcontext
-        """What the layer's forwards run under."""
+        """The context in which the layer's forwards run."""
         self.stage = Stage([module], input_grad=not first)
         run = self.forward()
         leaves: list[Any] = []
@@ -99,17 +99,17 @@ class Layer:
                 p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
 
     def forward(self, value: Any = None) -> StageRun:
-        """F, with the layer's own input or with another value of the same form."""
+        """Run F with the layer's own input or with another value of the same form."""
         with self.context():
             return self.stage.forward(self.value if value is None else value, then=self.then)
 
     def capture(self) -> None:
-        """From now on `once` replays graphs, if graphs were requested and the layer can be captured."""
+        """Make `once` replay CUDA graphs from now on, if graphs were requested and the layer can be captured."""
         if self._graphs and self._replayed is None:
             self._replayed = _Replayed(self)
 
     def repeatable(self) -> bool:
-        """Whether a second forward gives the result of the first, as R requires (`stages/repeatable.py`)."""
+        """Return whether a second forward gives the result of the first, as R requires (`stages/repeatable.py`)."""
         stage = Stage([self.module], input_grad=self.stage.input_grad)
         try:
             stage.check_repeatable()
@@ -153,7 +153,7 @@ class _Replayed:
             self.once(lambda: None)
             self._ops.end_step(whole=True)
         self.reason = self._ops.reasons.get(0, "")
-        """Why the layer runs call by call all the same; empty where it is replayed."""
+        """The reason why the layer runs eagerly after all; empty if it is replayed."""
 
     def once(self, mark: Callable[[], None]) -> None:
         ops, cell = self._ops, self._cell
@@ -184,7 +184,7 @@ def memory_of(layer: Layer, device: torch.device) -> LayerMemory:
         with layer.context():
             held = held_bytes(layer.stage, layer.value, then=layer.then)
         activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
-    # What W needs counts as held from F on: the cost table knows no other way.
+    # What W needs counts as held from F on, because the cost table cannot state anything else.
     return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
 
 
@@ -193,7 +193,7 @@ def _has_master(layer: Layer, parameter: nn.Parameter) -> bool:
 
 
 def _allocated(layer: Layer) -> tuple[float, float, float]:
-    """Activation, stash and workspace bytes according to the caching allocator, with newly created input and
+    """Return activation, stash and workspace bytes according to the caching allocator, with newly created input and
     gradient."""
     cuda = torch.cuda
     cuda.synchronize()
@@ -226,13 +226,13 @@ def _allocated(layer: Layer) -> tuple[float, float, float]:
     del run
     boundary = output - held
     incoming = float(sum(t.nbytes for t in layer.grads or () if t is not None))
-    # The gradient that came in and the output are counted as tensors between stages, not here.
+    # The incoming gradient and the output are counted as tensors between stages, not here.
     extra = max(peak_f - held - boundary, peak_i - held - incoming, peak_w - stash, 0, given - held)
     return float(held), float(stash), float(extra)
 
 
 def resident_bytes(ready: Sequence[Layer], sample: Any, target: Any, device: torch.device) -> float:
-    """Allocated bytes that belong to none of these layers and samples."""
+    """Return the allocated bytes that belong to none of these layers and samples."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.synchronize(device)

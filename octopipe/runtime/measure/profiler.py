@@ -54,7 +54,7 @@ class Measured:
     group_of: tuple[int, ...]
     """For every layer, the number of its distinct layer."""
     loaded_ms: Floats
-    """[layers, 3]: medians of F, I, W with all ranks at work."""
+    """[layers, 3]: medians of F, I, W with all ranks busy."""
     partial_ms: Mapping[int, Floats]
     """The same by number of busy ranks, while the other ranks are idle."""
     host_share: float
@@ -69,17 +69,17 @@ class Measured:
     layers."""
     seconds: float
     exchanges: tuple[MeasuredExchange, ...] = ()
-    """Which parts of every distinct layer exchange tokens; empty where none does."""
+    """The parts of every distinct layer that exchange tokens; empty if no layer does."""
     tokens_per_expert: tuple[tuple[float, ...], ...] = ()
     """Tokens per expert in one micro-batch, by distinct layer; an empty row if a layer has no router."""
     expert_ranks: int = 0
-    """The largest group in which layers exchange tokens; 0 where they do not, or none is known."""
+    """The largest group in which layers exchange tokens; 0 if they do not, or if it is not known."""
     shards: Seen = field(default_factory=dict)
-    """Times of shards of the first and the last layer; empty where they were not measured or cannot be cut."""
+    """Times of shards of the first and the last layer; empty if they were not measured or cannot be cut."""
 
 
 def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Modules of one type, configuration and parameter shapes share a number."""
+    """Return a number per module; modules of one type, configuration and parameter shapes share it."""
     return _numbered(
         [
             (
@@ -110,12 +110,12 @@ def profile_layers(
     group: dist.ProcessGroup | None = None,
     precision: str = "",
 ) -> Measured:
-    """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
+    """Measure a list of layers on this rank (collective over `group`; without a group, this process is the only rank).
 
-    `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
-    new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
-    with only so many ranks at work. `precision`: "bf16-main-fp32" keeps float32 gradients of bfloat16 layers,
-    "autocast-bf16" runs forwards under autocast; default: the layers as they are.
+    `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a new
+    group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: smaller numbers
+    of busy ranks with which layers are also timed. `precision`: "bf16-main-fp32" keeps float32 gradients of bfloat16
+    layers, "autocast-bf16" runs forwards under autocast; default: the layers as they are.
     """
     given = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
     before = [(p, None if p.grad is None else p.grad.clone()) for p in given]
@@ -123,12 +123,13 @@ def profile_layers(
         ring = LayerRing(layers, sample, loss_fn, target, groups=groups, group=group, precision=precision)
         return ring.measure(repeats, warm_up, levels)
     finally:
-        for parameter, gradient in before:  # what was measured must not be trained with
+        for parameter, gradient in before:  # gradients of the measurement must not be trained with
             parameter.grad = gradient
 
 
 class LayerRing:
-    """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
+    """The distinct layers of a model on this rank, prepared for being timed round after round (all methods are
+    collective)."""
 
     def __init__(
         self,
@@ -145,9 +146,8 @@ class LayerRing:
         precision: str = "",
         graphs: bool = False,
     ):
-        """`takes`: which layers' outputs every layer takes, where that is not the layer before it; `loss_fn` is then
-        `PathLosses`. `tell` hears how far the measurement has come; of how many `rounds` in all, where that is known.
-        """
+        """`takes`: the layers whose outputs every layer takes, if that is not the layer before it; `loss_fn` is then
+        `PathLosses`. `tell` receives progress reports; `rounds`: the total number of rounds, if it is known."""
         self._tell = tell
         self._began = time.perf_counter()
         if not layers:
@@ -181,7 +181,7 @@ class LayerRing:
         )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
-        # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
+        # A round is the whole model, so that the mix of layers on other ranks (and the power it draws) is the model's
         # own; ranks start at different layers.
         turn = self._rank * len(self._group_of) // self._ranks
         self._ring = [*self._group_of[turn:], *self._group_of[:turn]]
@@ -194,11 +194,11 @@ class LayerRing:
         self._issued_ms = 0.0
         wait_all(group)
         self._run(1)
-        # Less than before: something else was freed meanwhile.
+        # The difference is negative if something else was freed meanwhile.
         self._resident_bytes = max(0.0, resident_bytes(self._ready, sample, target, self._device) - before)
 
     def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
-        """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
+        """Warm up, run `repeats` rounds with all ranks busy, then some with fewer busy ranks for each of `levels`."""
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
         wait_all(self._group)
@@ -214,7 +214,7 @@ class LayerRing:
         return self.measured()
 
     def round(self, levels: Sequence[int], *, timed: bool = True) -> None:
-        """One round of all ranks, and one with only so many at work for each of `levels`."""
+        """Run one round with all ranks busy, and one with fewer busy ranks for each of `levels`."""
         if not timed:
             self._run(1)
             return
@@ -241,7 +241,7 @@ class LayerRing:
         self._partial.setdefault(level, []).append(seen)
 
     def _measure_shards(self, repeats: int) -> None:
-        """Time parts of the embedding and of the head, where a plan could gain by cutting them (collective)."""
+        """Time parts of the embedding and of the head, if a plan could gain by cutting them (collective)."""
         if self._forks:
             return
         median = np.median(np.concatenate(self._loaded), axis=0)
@@ -272,7 +272,7 @@ class LayerRing:
         wait_all(self._group)
 
     def measured(self) -> Measured:
-        """The results of all rounds so far (collective)."""
+        """Return the results of all rounds so far (collective)."""
         loaded = np.concatenate(self._loaded)
         busy = float((loaded.sum(axis=(0, 2)) * np.bincount(self._group_of)).sum())
         partial: dict[int, Floats] = {}
@@ -319,7 +319,7 @@ def _prepare(
     routed: dict[int, tuple[float, ...]] = {}
     leaves: list[Any] = []
     flatten(sample, leaves)
-    # Whether a gradient has anywhere to go: to trained parameters below, or to a sample that asks for one.
+    # Whether a layer's input gradient is needed: by trained parameters before it, or by a sample that requires grad.
     passes = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     ends = {i: loss_of(loss_fn, i, target) for i in ends_of(len(group_of), takes)}
     outputs: dict[int, Any] = {-1: sample}
@@ -347,7 +347,7 @@ def _prepare(
 
 
 def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
-    """The measurements of all ranks (collective)."""
+    """Return the measurements of all ranks (collective)."""
     if group is None:
         return [mine]
     return gather_values(group, mine)
@@ -368,9 +368,10 @@ def assemble(
     mode: Mode | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Profile:
-    """One profile of what all ranks measured. `state_factor`: the optimizer's moments, each as large as what it updates
-    (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are the embedding's. `graph_of`: the
-    connections of the layers, given what each of them holds. `mode`: how the layers ran."""
+    """Combine the measurements of all ranks into one profile. `state_factor`: the number of the optimizer's moments,
+    each as large as what it updates (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are
+    the embedding's. `graph_of`: returns the connections of the layers, given the static bytes of each. `mode`: how the
+    layers ran."""
     first = ranks[0]
     if len(symbols) != len(first.group_of):
         raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
@@ -427,7 +428,7 @@ def assemble(
 
 
 def _about(ranks: Sequence[Measured]) -> dict[str, Any]:
-    """The description of the measurement that a profile contains for its readers."""
+    """Return the description of the measurement that a profile contains for its readers."""
     spread = np.median([m.spread for m in ranks], axis=0)[np.array(ranks[0].group_of)]
     return {
         "ranks": len(ranks),
@@ -439,8 +440,8 @@ def _about(ranks: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _routing(ranks: Sequence[Measured]) -> Routing | None:
-    """The first rank's routing: all ranks run the same layers on the same micro-batch. None where no layer routes, and
-    where layers exchange tokens among ranks whose number is not known or does not divide their experts."""
+    """Return the first rank's routing: all ranks run the same layers on the same micro-batch. None if no layer routes,
+    or if layers exchange tokens among a number of ranks that is not known or does not divide their experts."""
     first = ranks[0]
     tokens = tuple(first.tokens_per_expert[g] for g in first.group_of) if first.tokens_per_expert else ()
     among = first.expert_ranks if first.exchanges else 1

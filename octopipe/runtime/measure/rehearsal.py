@@ -25,9 +25,10 @@ from octopipe.simulation.timeline import Timeline
 
 
 def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
-    """The plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal.
+    """Return the plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal.
 
-    GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very end.
+    It is GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very
+    end.
     """
     costs = profile.costs
     if costs.exchanges:  # pipelines that share experts must run the same plan, and each has measured its own times
@@ -49,17 +50,18 @@ def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
 
 
 MOST_CROWDED = 8.0
-"""The most by which transfers are taken to be slower beside exchanges than alone."""
+"""The largest factor by which transfers beside exchanges are assumed to be slower than alone."""
 
 
 def rehearsed(
     profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World, *, arrivals: bool = False
 ) -> Profile:
-    """The profile corrected by measured steps of `rehearsal_plan`: ops of whole stages, fed by transfers.
+    """Return the profile corrected by measured steps of `rehearsal_plan`: ops of whole stages, fed by transfers.
 
-    One factor per op kind, measured over predicted time at work, and what passes between two ops of a rank when
-    nothing has to be waited for. Links were measured alone; where layers exchange tokens, transfers share the way with
-    them, and the timelines show by how much they are slower (`arrivals`: they have the device's own arrival times).
+    Each op kind gets one factor, the measured time at work over the predicted one. The overhead of an op is the gap
+    between two ops of a rank when the second does not wait for a transfer. Links were measured alone; if layers
+    exchange tokens, transfers share the way with them, and the timelines show how much slower they are (`arrivals`: the
+    timelines have the device's own arrival times).
     """
     predicted = predict(plan, replace(profile, op_overhead_ms=0.0, fused_factor=1.0))
     errors = [compare(predicted, timeline).kind_error for timeline in seen]
@@ -92,7 +94,7 @@ def rehearsed(
 
 
 def _crowding(predicted: Timeline, seen: Sequence[Timeline]) -> float:
-    """Measured over predicted time of a transfer, the median over all of them."""
+    """Return the measured over the predicted time of a transfer, as the median over all transfers."""
     alone = predicted.transfers.end_ms - predicted.transfers.start_ms
     took = [timeline.transfers.end_ms - timeline.transfers.start_ms for timeline in seen]
     ratios = np.concatenate([t[alone > 0] / alone[alone > 0] for t in took])
@@ -115,7 +117,7 @@ def _slower_link(link: Link, factor: float) -> Link:
 
 
 def gaps_ms(timeline: Timeline) -> list[float]:
-    """The times between the end of an op and the start of its rank's next op, if that op takes no transfer."""
+    """Return the times between the end of an op and the start of its rank's next op, if that op takes no transfer."""
     s = timeline.spans
     waits = np.zeros(s.rank.size, bool)
     waits[timeline.transfers.consumer] = True
@@ -124,19 +126,19 @@ def gaps_ms(timeline: Timeline) -> list[float]:
 
 
 CHUNKS = 2
-"""Stages per rank of the plan of pairs."""
+"""Stages per rank in the plan of `pairs_plan`."""
 HALVINGS = 40
-"""How often the interval of possible slowings is halved."""
+"""How often the interval that contains the slowing is halved."""
 ALIKE = (("compute", 0.5), ("exchange", 0.5))
-"""The segments of every layer in the plan of pairs, so that all pipelines that share experts have the same plan."""
+"""The segments of every layer in `pairs_plan`, so that all pipelines that share experts have the same plan."""
 
 
 def pairs_plan(profile: Profile, ranks: int) -> Plan | None:
-    """The plan that is run to learn how long pairs take beside other ranks' pairs; None where no layer exchanges
-    tokens, or where there are too few layers.
+    """Return the plan that is run to learn how long pairs take beside other ranks' pairs; None if no layer exchanges
+    tokens, or if there are too few layers.
 
-    Interleaved 1F1B with F and B of its steady state as pairs: all ranks compute and exchange almost all of the time,
-    as in any plan whose pairs are worth having.
+    It is interleaved 1F1B with F and B of its steady state as pairs: all ranks compute and exchange almost all of the
+    time, as in any plan whose pairs are worth having.
     """
     costs = profile.costs
     if costs.segments is None or not costs.exchanges or costs.graph is not None:
@@ -149,12 +151,12 @@ def pairs_plan(profile: Profile, ranks: int) -> Plan | None:
 
 
 def pairs_rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World) -> Profile:
-    """The profile with its two slowings corrected by measured steps of `pairs_plan`.
+    """Return the profile with its two slowings corrected by measured steps of `pairs_plan`.
 
     A layer's pairs are measured one at a time: before and after each of them, the rank runs single ops. In a plan of
     pairs, all ranks compute beside each other's exchanges without a pause, and a pair takes longer (on an H200 with six
-    ranks by 16 %). Computation and exchange are both taken to be slower by the same further amount, for which the
-    predicted time of all pairs is the measured one. It may be negative; no slowing is less than nothing.
+    ranks by 16 %). The same amount is added to the slowings of computation and of exchange, such that the predicted
+    time of all pairs equals the measured one. It may be negative, but no slowing falls below zero.
     """
     segments = profile.costs.segments
     assert segments is not None
@@ -182,7 +184,7 @@ def pairs_rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], worl
 
 
 def _pairs_ms(plan: Plan, timeline: Timeline) -> float:
-    """The time of all pairs of a timeline, each from the first start to the last end of its two ops."""
+    """Return the time of all pairs of a timeline, each from the first start to the last end of its two ops."""
     s, t = timeline.spans, plan.table()
     assert t.lead is not None
     second = np.flatnonzero(t.lead != np.arange(t.lead.size))

@@ -23,11 +23,11 @@ rehearsed plan come last."""
 
 
 def nobody(doing: str, share: float) -> None:
-    """Ignores every report."""
+    """Ignore every report."""
 
 
 def rounds_of(repeats: int, warm_up: int, levels: Sequence[int], ranks: int) -> int:
-    """How often the first rank runs the whole model in a profile.
+    """Return how often the first rank runs the whole model in a profile.
 
     >>> rounds_of(10, 3, (1,), 1), rounds_of(10, 3, (1,), 4)
     (14, 20)
@@ -46,7 +46,7 @@ class Rounds:
         total: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`group_of`: the kind of every layer. `total`: rounds of the profile, 0 where nobody knows."""
+        """`group_of`: the kind of every layer. `total`: the number of rounds of the profile, 0 if it is not known."""
         self._tell, self._clock, self._total = tell, clock, total
         self._count = Counter(group_of)
         self._seconds: dict[int, float] = {}
@@ -55,7 +55,7 @@ class Rounds:
         self._last = self._told = clock()
 
     def preparing(self, kind: int, name: str) -> None:
-        """A kind of layer is about to run for the first time."""
+        """Report that a kind of layer is about to run for the first time."""
         self._names[kind] = name
         number = len(self._names)
         left = self._round_s() * self._total
@@ -68,7 +68,7 @@ class Rounds:
         self._last = self._clock()
 
     def done(self, kind: int) -> None:
-        """A layer of this kind has run since `begin`, or since the last one."""
+        """Record that a layer of this kind has run since `begin`, or since the preceding call."""
         now = self._clock()
         taken = now - self._last
         self._last = now
@@ -79,7 +79,7 @@ class Rounds:
             self._report(kind)
 
     def first_run(self, kind: int, seconds: float) -> None:
-        """The time of a layer's first run, before it was measured."""
+        """Record the time of a layer's first run, before it is measured."""
         self._seconds[kind] = seconds
 
     def _round_s(self) -> float:

@@ -6,8 +6,8 @@ the counts (`costs/routing.py`).
 A layer may call `topk` for other purposes as well. A router's call has as many rows as the micro-batch has tokens and
 takes a few of its columns; a call on a square matrix per sequence chooses keys for sparse attention. Of several such
 calls (routers that choose groups of experts first), the one with the most columns chooses experts; of equals, the last.
-A router that is one fused kernel is not seen, and neither is one that lets experts choose tokens, whose experts all
-have equally many.
+A router that is one fused kernel is not seen. Neither is one that lets experts choose tokens, since its experts all
+get equally many.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from octopipe.runtime.values import flatten
 
 MOST_PER_TOKEN = 64
-"""Experts that one token may be sent to. Sparse attention chooses many more keys by `topk`."""
+"""The most experts that one token may be sent to. Sparse attention chooses many more keys by `topk`."""
 
 
 class RoutingHeard:
-    """The calls of `topk` during one forward of a layer."""
+    """Records the calls of `topk` during one forward of a layer."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, int, Tensor]] = []
@@ -37,7 +37,7 @@ class RoutingHeard:
             self._calls.append((scores.shape[:-1].numel(), scores.shape[-1], chosen.detach()))
 
     def tokens_per_expert(self, value: Any) -> tuple[float, ...]:
-        """The counts for a layer whose input is `value`; empty if no router was found."""
+        """Return the counts for a layer whose input is `value`; empty if no router was found."""
         leaves: list[Any] = []
         flatten(value, leaves)
         rows = {t.shape[:-1].numel() for t in leaves if isinstance(t, Tensor) and t.dim() > 1 and t.is_floating_point()}

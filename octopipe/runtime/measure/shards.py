@@ -23,13 +23,14 @@ from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.stages.shards import CutLoss, cut_loss, cut_module
 
 Seen = Mapping[int, Mapping[int, Three]]
-"""By layer and number of shards: F, I and W of one shard, as shares of the whole layer's."""
+"""By layer and number of shards: the times of F, I and W of one shard, as shares of the whole layer's."""
 LEAST_HEAD = 0.05
-"""Share of a micro-batch's time: a smaller head is not worth cutting, and its shards are not measured."""
+"""The least share of a micro-batch's time for which a head is worth cutting; shards of a smaller one are not
+measured."""
 
 
 def worth_measuring(layer_ms: Sequence[float], ranks: int) -> bool:
-    """Whether splitting the head of a model with these layer times could gain anything.
+    """Return whether splitting the head of a model with these layer times could gain anything.
 
     >>> worth_measuring([1.0, 8.0, 8.0, 3.0], 4), worth_measuring([1.0, 80.0, 80.0, 3.0], 4)
     (True, False)
@@ -38,7 +39,7 @@ def worth_measuring(layer_ms: Sequence[float], ranks: int) -> bool:
 
 
 def counts_for(ranks: int) -> tuple[int, ...]:
-    """The numbers of shards that are measured: as many as there are ranks, and one other number.
+    """Return the numbers of shards that are measured: two, and as many as there are ranks (at least four).
 
     >>> counts_for(2), counts_for(4)
     ((2, 4), (2, 4))
@@ -58,8 +59,8 @@ def measure_shards(
     agree: Callable[[bool], bool],
     timed: Callable[[list[Layer]], np.ndarray[Any, Any]],
 ) -> Seen:
-    """Time shards of `ends`, the first and the last layer by number (collective). `agree` tells whether something is
-    so on all ranks; `timed` runs shards, [layers, 3] in ms.
+    """Time shards of `ends`, the first and the last layer by number (collective). `agree` returns whether a condition
+    holds on all ranks; `timed` runs shards and returns [layers, 3] in ms.
 
     Layers or losses that cannot be cut are left out: a plan that cuts them is refused later, with the reason.
     """
@@ -103,7 +104,7 @@ def _with_target(function: Callable[[Any, Any], Any], target: Any, output: Any) 
 
 
 def shard_times(ranks: Sequence[Seen]) -> tuple[ShardTimes, ...]:
-    """The measurements of all ranks, fitted for every layer that all of them could split."""
+    """Return the measurements of all ranks, fitted for every layer that all of them could split."""
     layers = sorted(set.intersection(*(set(seen) for seen in ranks))) if ranks else []
     out = []
     for layer in layers:

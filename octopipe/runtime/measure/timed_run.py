@@ -103,7 +103,7 @@ class TimedRun:
         self._target = work.targets(self.device, plan.num_micro_batches)
         for p in self.pipe.parameters():
             p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
-        # Run where its state is to be counted: a prediction with it and a run without it are not alike.
+        # A prediction that counts optimizer state can only be compared with a run that has it.
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer == "adamw":
 
@@ -116,20 +116,20 @@ class TimedRun:
                 self._optimizer = adamw([p for p in self.pipe.parameters() if p.requires_grad])
         self.timelines: list[Timeline] = []
         self.host_us: list[float] = []
-        """What this rank's host took to issue each op of the timed steps."""
+        """The time in microseconds that this rank's host took to issue each op of the timed steps."""
         self._wall_ms: list[float] = []
         self._loss = float("nan")
         self._peak = 0
 
     def step(self, *, timed: bool = True) -> None:
-        """One step of all ranks; its timeline is kept unless it is not `timed`."""
+        """Run one step on all ranks. Its timeline is kept if it is `timed`."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
             if timed:
                 torch.cuda.reset_peak_memory_stats(self.device)
         for bucket in self.pipe.reducer.buckets:
             for p in bucket.parameters:
-                p.grad = None  # as after an optimizer's update: what is reduced would be set aside and held twice
+                p.grad = None  # as after an optimizer's update; otherwise reduced gradients would be held twice
         barrier(self.world)
         began = time.perf_counter()
         value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
@@ -155,7 +155,7 @@ class TimedRun:
         return self._cuda and isinstance(self.pipe.transport, TimedIpc)
 
     def trial(self) -> MeasuredSteps:
-        """The results of the timed steps (collective)."""
+        """Return the results of the timed steps (collective)."""
         spans = [t.makespan_ms for t in self.timelines]
         return MeasuredSteps(
             timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
@@ -206,7 +206,8 @@ class TimedIpc(IpcTransport):
 
 
 class BlockingIpc(TimedIpc):
-    """Behaves like a naive executor: computation stops until a tensor has been transferred, on both ends."""
+    """A transport like that of a naive executor: on both ends, computation stops until a tensor has been
+    transferred."""
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
@@ -230,7 +231,7 @@ def _transport(
 
 
 def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
-    """The timeline with the device's own arrival times, where the transport has them (collective)."""
+    """Return the timeline with the device's own arrival times, if the transport has them (collective)."""
     if not isinstance(pipe.transport, TimedIpc) or pipe.device.type != "cuda":
         return timeline
     first = pipe.recorder.events[0]  # the start of this rank's first op

@@ -1,6 +1,6 @@
-"""Layers timed round after round, on a GPU by events or on a CPU by the clock.
+"""Times layers round after round, by events on a GPU and by the clock on a CPU.
 
-Knows: how the moments between F, I and W are taken without waiting for the device, and how ranks begin together. Does
+Knows: how moments between F, I and W are recorded without waiting for the device, and how ranks begin together. Does
 not know: what runs (`one_layer.py`), or what becomes of the times (`profiler.py`).
 """
 
@@ -39,9 +39,9 @@ def timed_rounds(
     issued_s: list[float] | None = None,
     progress: Rounds | None = None,
 ) -> Floats:
-    """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
-    for in between; `issued_s` gets the moment at which the host had issued everything. `progress` hears of every layer
-    that has run (on a CPU: what a GPU has done is not known before the end)."""
+    """Return milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
+    for within the rounds. The moment at which the host has issued everything is appended to `issued_s`. `progress` is
+    told of every layer that has run (only on a CPU: what a GPU has done is not known before the end)."""
     marks: list[Any] = []
     if device.type == "cuda":
 

@@ -109,8 +109,8 @@ def profile_workload(
     about: dict[str, Any] | None = None,
     tell: Tell = nobody,
 ) -> Profile:
-    """Measure layers and links with all ranks at work. `rehearsal`: also run a few steps of a GPipe plan, see
-    `rehearsed`. `tell` hears how far it has come."""
+    """Measure layers and links with all ranks busy. `rehearsal`: also run a few steps of a GPipe plan, see `rehearsed`.
+    `tell` receives progress reports."""
     began = time.perf_counter()
     device = work.place(world.rank)
     rounds = rounds_of(repeats, warm_up, levels, world.size)
@@ -140,7 +140,8 @@ def profile_workload(
 
 
 def _few_steps(work: Workload, plan: Plan, world: World, profile: Profile) -> tuple[list[Timeline], bool]:
-    """Timelines of three steps after the first ones, and whether they have the device's own arrival times."""
+    """Run a plan and return the timelines of three steps after the warm-up, and whether they have the device's own
+    arrival times."""
     with closing(TimedRun(work, plan, world, profile, timeout_s=step_limit_s(plan, profile))) as run:
         warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + 3):
@@ -149,7 +150,8 @@ def _few_steps(work: Workload, plan: Plan, world: World, profile: Profile) -> tu
 
 
 def step_limit_s(plan: Plan, profile: Profile) -> float:
-    """How long a rank may wait for another one in a step of the plan: ten times the step, on a machine that is busy."""
+    """Return how long a rank may wait for another one in a step of the plan: at least ten times the predicted step,
+    because the machine may be busy."""
     return max(STEP_S, 10e-3 * simulate(plan, profile.costs).makespan_ms)
 
 
@@ -173,7 +175,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
 def _links(
     work: Workload, world: World, device: torch.device, mine: Measured
 ) -> tuple[dict[tuple[int, int], Link], float]:
-    """The links between all ranks, and by how much a transfer slows computation that runs at the same time."""
+    """Return the links between all ranks, and by which factor a transfer slows concurrent computation."""
     boundary = int(max(m.boundary_bytes for m in mine.memory))
     sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
     found = measure_links(world, device, sizes=sizes, transport=work.transport(world))
@@ -217,7 +219,7 @@ def _profile(
 
 
 def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
-    """By how much transfers slow computation that runs at the same time, measured on the model's second layer."""
+    """Return by which factor transfers slow concurrent computation, measured on the model's second layer."""
     layers = work.layers(device)
     made = [layers[0](), layers[min(1, len(layers) - 2)]()]
     with torch.no_grad():
@@ -245,11 +247,9 @@ def side_by_side(
     warm_up: int = 2,
     levels: Iterable[int] = (1,),
 ) -> tuple[Profile, dict[str, MeasuredSteps]]:
-    """A new profile and every plan's trial, taken in turns: each round times all layers once, makes one step of the
-    rehearsal and one of every plan. For machines whose speed drifts from second to second: a drift meets them all.
-
-    Links, memory and the lowering come from `profile`.
-    """
+    """Return a new profile and the measured steps of every plan, from interleaved rounds: each round times all layers
+    once and runs one step of the rehearsal and one of every plan. This is for machines whose speed drifts from second
+    to second, because a drift affects all of them alike. Links, memory and the lowering come from `profile`."""
     device = work.place(world.rank)
     ring = _ring(work, world, device)
     own = rehearsal_plan(profile, world.size)
@@ -272,13 +272,13 @@ def side_by_side(
 
 
 def fidelity(plan: Plan, profile: Profile, trial: MeasuredSteps, *, channel: Channel = "directed") -> Fidelity:
-    """The comparison of a trial with its prediction."""
+    """Compare the measured steps of a plan with their prediction."""
     predicted = predict(plan, profile, channel=channel)
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
 
 
 def profile_task(seat: Seat, job: ProfileJob) -> Profile:
-    """`octopipe profile`, on every rank; tells [what is done now, the share done before]."""
+    """Run `octopipe profile` on one rank; reports [what is done now, the share that is done]."""
     world = World.make(None, None, None)
     if job.memory_check:
         check_device_memory(job.work, world.size, job.work.place(world.rank))
@@ -294,7 +294,7 @@ def profile_task(seat: Seat, job: ProfileJob) -> Profile:
 
 
 def validate_task(seat: Seat, job: ValidateJob) -> tuple[MeasuredSteps, Profile]:
-    """`octopipe validate`, on every rank."""
+    """Run `octopipe validate` on one rank."""
     world, profile = World.make(None, None, None), job.profile
     if job.work.compiles and not job.profile_again:
         # All ranks compile at once; in the pipeline's first step each would wait for the one before it.
@@ -328,8 +328,8 @@ def on_ranks(
     listen: Callable[[Any], None] | None = None,
     share_percent: float | None = None,
 ) -> list[Any]:
-    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS, each with
-    `share_percent` of its multiprocessors (default: see `Mps.start`). `listen` gets what the first rank tells."""
+    """Run a task of this module on ranks of this machine. Ranks that must share a GPU do so under MPS, each with
+    `share_percent` of its multiprocessors (default: see `Mps.start`). `listen` receives the first rank's reports."""
     from octopipe.runtime.ranks.launch import GROUP_TIMEOUT_S, RankError, run_ranks
 
     usual: dict[str, Any] = {"timeout_s": timeout_s, "listen": listen}

@@ -47,20 +47,20 @@ class MeasuredTuneJob:
     seed: int = 0
     workers: int | None = None
     iterations: int | None = None
-    """Number of moves of each search, instead of a time."""
+    """Number of moves of each search, which replaces its time limit."""
     optimizer: str = "none"
     """The optimizer whose state the profile counts in memory; the runs allocate it as well."""
     timeout_s: float = 120.0
-    """Seconds that a rank waits for another one."""
+    """Seconds that a rank waits for another one at most."""
 
 
 def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:
-    """`octopipe tune --measure`, on every rank; rank 0 tells lines."""
+    """Run `octopipe tune --measure` on one rank; rank 0 reports progress line by line."""
     return tune_on_ranks(World.make(None, None, None), job, tell=seat.tell)
 
 
 def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], None]) -> Outcome:
-    """The outcome, on every rank (collective)."""
+    """Tune with measurements; returns the outcome on every rank (collective)."""
 
     def search(costs: CostTable, copies: bool, *, cut_head: bool = False) -> Plan:
         return tune(
@@ -99,7 +99,7 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
 
 
 def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[Run], Outcome]) -> Outcome:
-    """The result of `loop` on rank 0, known to every rank (collective).
+    """Run `loop` on rank 0 and return its result on every rank (collective).
 
     Rank 0 decides what is run next: its loop gets a function that runs a plan on all ranks. The other ranks follow
     until the loop ends. `run_here` is a rank's own part of a run.
@@ -121,7 +121,7 @@ def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[
 
 
 def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes: Sequence[float] = ()) -> Ran:
-    """The measurements of the timed steps of a plan, from their timelines."""
+    """Return the measurements of the timed steps of a plan, from their timelines."""
     gaps = [gap for timeline in timelines for gap in gaps_ms(timeline)]
     steps = [reduced_ms(t) for t in timelines]
     middle = timelines[int(np.argsort(steps)[len(steps) // 2])]
@@ -136,7 +136,7 @@ def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes
 
 
 def _run(job: MeasuredTuneJob, world: World, plan: Plan, profile: Profile) -> Ran:
-    """A few timed steps of a plan on all ranks (collective)."""
+    """Run a few timed steps of a plan on all ranks (collective)."""
     with closing(TimedRun(job.work, plan, world, profile, optimizer=job.optimizer, timeout_s=job.timeout_s)) as run:
         warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + job.steps):

@@ -26,7 +26,7 @@ from octopipe.runtime.precision import PARAMETER_DTYPES
 from octopipe.runtime.ranks.world import World
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
-"""A dtype without a precision means that everything is in it."""
+"""The precision that a dtype stands for if no precision is given: everything is in that dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Workload:
     precision: str = ""
     """The precision of layers and gradients (`costs/mode.py`); default: that of the dtype."""
     compile_scans: bool | None = None
-    """Our Mamba-2's scan through `torch.compile`, or not; default: on a GPU, unless there are faster kernels."""
+    """Whether our Mamba-2's scan runs through `torch.compile`; default: on a GPU, unless there are faster kernels."""
     asked_kernels: tuple[str, ...] = ()
     """Kernels of octopipe's own layers by name (`kernels.PARTS`); a transformers model has already selected its own."""
     seed: int = 0
@@ -81,7 +81,7 @@ class Workload:
         return device
 
     def transport(self, world: World) -> str | None:
-        """CUDA IPC if ranks share a GPU; otherwise the one that fits the device."""
+        """Return "cuda_ipc" if ranks share a GPU, otherwise None: the transport that fits the device."""
         if self.device == "cpu":
             return None
         return "cuda_ipc" if torch.cuda.device_count() < world.size else None
@@ -96,7 +96,8 @@ class Workload:
         return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
 
     def kernels_told(self) -> dict[str, str]:
-        """The kernels that the layers use, as recorded in a profile: its times hold for these kernels only."""
+        """Return the kernels that the layers use, as recorded in a profile, whose times are valid for these kernels
+        only."""
         if isinstance(self.spec, ModelSpec):
             return self.kernels.told()
         there = [name for name in PACKAGES if self.device == "cuda" and installed(name)]
@@ -121,7 +122,7 @@ class Workload:
 
     @staticmethod
     def loss(layers: Sequence[Callable[[], nn.Module] | nn.Module]) -> Callable[..., Tensor]:
-        """The loss of the last layer's output against the next tokens."""
+        """Return the loss of the last layer's output against the next tokens."""
         return layers.shifted_loss if isinstance(layers, LayerList) else cross_entropy
 
     @property
@@ -141,8 +142,8 @@ class Workload:
         return self.spec.kinds if isinstance(self.spec, HfModel) else tuple(kind_of(layer) for layer in self.spec)
 
     def batch(self, device: torch.device, count: int) -> list[Any]:
-        """Made-up inputs of `count` micro-batches, the same on every rank: random tokens, and where the model has an
-        encoder, as many images or recordings as there are on average."""
+        """Return synthetic inputs of `count` micro-batches, the same on every rank: random tokens, and if the model has
+        an encoder, as many images or recordings as there are on average."""
         form = self.spec.inputs if isinstance(self.spec, HfModel) else None
         if form is None:
             return self._tokens(device, count, step=0, length=self.tokens)
@@ -155,7 +156,7 @@ class Workload:
         return out
 
     def targets(self, device: torch.device, count: int) -> list[Tensor]:
-        """Random next tokens of `count` micro-batches."""
+        """Return random next tokens of `count` micro-batches."""
         return self._tokens(device, count, step=1, length=self.tokens)
 
     def _tokens(self, device: torch.device, count: int, *, step: int, length: int) -> list[Tensor]:
@@ -167,8 +168,8 @@ class Workload:
 def with_checkpoints(
     layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int]
 ) -> Sequence[Callable[[], nn.Module] | nn.Module]:
-    """The layers, some of which run again inside their backward. They remain the same modules: names, hooks and saved
-    state do not change, only what `forward` keeps."""
+    """Return the layers, of which the chosen ones run again inside their backward. They remain the same modules: names,
+    hooks and saved state do not change, only what `forward` keeps."""
 
     def checkpoints(module: nn.Module) -> None:
         module.forward = _again(module.forward)
@@ -179,7 +180,7 @@ def with_checkpoints(
 def with_frozen(
     layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int]
 ) -> Sequence[Callable[[], nn.Module] | nn.Module]:
-    """The layers, some of which are not trained."""
+    """Return the layers, of which the chosen ones are not trained."""
     return _changed(layers, which, lambda module: module.requires_grad_(False))
 
 
@@ -204,7 +205,7 @@ def _changed(
     out = [wrapped(layer) if k in which else layer for k, layer in enumerate(layers)]
     if not isinstance(layers, LayerList):
         return out
-    layers[:] = out  # it has the model's loss and names beside its layers
+    layers[:] = out  # a LayerList also has the model's loss and names
     return layers
 
 
@@ -219,13 +220,13 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:
-    """Equal layers share a number."""
+    """Return a number for every layer, which equal layers share."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(layer, len(numbers)) for layer in spec)
 
 
 def kind_of(layer: Layer) -> str:
-    """A description of one of octopipe's own layers."""
+    """Return a description of one of octopipe's own layers."""
     if isinstance(layer, Block):
         return " + ".join(type(part).__name__ for part in layer.parts)
     return type(layer).__name__

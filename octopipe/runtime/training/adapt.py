@@ -47,7 +47,8 @@ from octopipe.simulation.timeline import Timeline
 
 _TIMES = {"F": "forward_ms", "I": "input_ms", "W": "weight_ms"}
 _RIDGE = 1e-3
-"""Small: it only decides between explanations that fit equally well, towards no change."""
+"""The weight of the ridge term. It is small, so it only decides between explanations that fit equally well, in favour
+of no change."""
 
 
 class Adapter:
@@ -72,12 +73,12 @@ class Adapter:
         self.profile, self.threshold, self.budget_s, self.blend = profile, threshold, budget_s, blend
         self.seed, self.recompute = seed, recompute
         self.last_gain = 0.0
-        """Predicted gain of the plan that `propose` looked at last."""
+        """The predicted gain of the plan that `propose` considered last."""
 
     def observe(self, plan: Plan, timeline: Timeline) -> None:
         """Correct the costs by one measured step."""
         costs = corrected(self.profile.costs, plan, timeline, blend=self.blend)
-        # Times with fewer neighbours move along with the times under full load.
+        # Times with fewer busy ranks are corrected by the same factors as the times with all ranks busy.
         before, partial = self.profile.costs, {}
         for level, table in self.profile.partial.items():
             times = {
@@ -94,7 +95,7 @@ class Adapter:
         self.profile = replace(self.profile, costs=costs, partial=partial)
 
     def propose(self, plan: Plan, world: World | None = None) -> Plan | None:
-        """A plan predicted to be faster by more than the threshold, or None (collective: rank 0 searches)."""
+        """Return a plan predicted to be faster by more than the threshold, or None (collective: rank 0 searches)."""
         found: tuple[Plan | None, float] = (None, 0.0)
         if world is None or world.rank == 0:
             found = self._search(plan)
@@ -120,7 +121,7 @@ class Adapter:
 
 
 def corrected(costs: CostTable, plan: Plan, timeline: Timeline, *, blend: float = 1.0) -> CostTable:
-    """The costs that explain a measured step: one factor per layer kind and op kind, and one per rank.
+    """Return the costs that explain a measured step: one factor per layer kind and op kind, and one per rank.
 
     Every stage and op kind gives one equation: log(measured / predicted) is the log of the rank's factor plus the mean
     of its layers' log factors, weighted by their shares of the time. Least squares separate slow ranks from mispriced
@@ -179,8 +180,7 @@ def switch(
     make_pipe: Callable[[Plan], Pipeline],
     make_optimizer: Callable[[Pipeline], torch.optim.Optimizer] | None = None,
 ) -> tuple[Pipeline, torch.optim.Optimizer | None]:
-    """Continue under another plan: a new pipeline and optimizer with the state of the old ones (collective; between
-    steps).
+    """Return a new pipeline and optimizer for another plan, with the state of the old ones (collective; between steps).
 
     `make_pipe` builds the pipeline of the new plan on the same ranks, `make_optimizer` an optimizer for it with the
     same settings. The old pipeline is closed.
@@ -235,7 +235,7 @@ def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
 
 
 def _unfinished(pipe: Pipeline) -> str:
-    """The gradients that would be lost, in one line."""
+    """Describe, in one line, the gradients that would be lost; empty if there are none."""
     for name, p in pipe.named_parameters():
         if p.grad is not None and bool((local(p.grad) != 0).any()):
             return (
@@ -254,7 +254,8 @@ def _holders(plan: Plan) -> dict[int, list[int]]:
 
 
 def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
-    """This rank's layers with the optimizer state of their parameters (of a tied parameter under its first name)."""
+    """Return this rank's layers with the optimizer state of their parameters (of a tied parameter under its first
+    name)."""
     out: dict[int, dict[str, Any]] = {
         k: {"state": layer_state(k, module, optimizer), "beside": _beside(module), "optimizer": {}}
         for k, module in pipe.modules().items()
@@ -270,7 +271,8 @@ def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> di
 
 
 def _beside(module: nn.Module) -> dict[str, Any]:
-    """What a state dict does not contain: buffers that are not saved, the mode of every module, and what is frozen."""
+    """Return what a state dict does not contain: buffers that are not saved, the mode of every module, and what is
+    frozen."""
     saved = module.state_dict().keys()
     return {
         "buffers": {name: compact(b) for name, b in module.named_buffers() if name not in saved},
@@ -288,7 +290,7 @@ def _put_beside(module: nn.Module, kept: Mapping[str, Any]) -> None:
         if isinstance(now, torch.Tensor) and now.shape == value.shape and now.dtype == value.dtype:
             with torch.no_grad():
                 now.copy_(value)
-        else:  # made anew in some forward
+        else:  # a forward replaces it
             device = next((t.device for t in (*module.parameters(), *module.buffers())), value.device)
             holder.register_buffer(last, value.to(device), persistent=False)
     for name, inner in module.named_modules():
@@ -300,8 +302,8 @@ def _put_beside(module: nn.Module, kept: Mapping[str, Any]) -> None:
 def _exchange(
     world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]], *, loss: bool
 ) -> dict[int, dict[str, Any]]:
-    """The states of the layers that this rank has under the new plan; a layer is sent only to ranks that did not hold
-    it.
+    """Return the states of the layers that this rank has under the new plan; a layer is sent only to ranks that did not
+    hold it.
 
     `loss`: the loss has parameters, and counts as the layer after the last one.
     """

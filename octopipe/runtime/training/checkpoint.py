@@ -4,7 +4,7 @@ Knows: a pipeline's parameters, buffers and optimizer state by layer and name; h
 and how a damaged one is detected. Does not know: what is trained or on which data, or how many checkpoints are kept
 (`shelf.py`).
 
-    DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
+    DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer stores
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
                                        "optimizer": {name: {"exp_avg": tensor, ...}},
                                        "settings": {name: {"lr": 0.001, ...}}}
@@ -143,13 +143,14 @@ class Saving:
             "optimizer": None if optimizer is None else optimizer_kind(optimizer),
         }
         self.set_aside: Path | None = None
-        """Once finished, on the first rank: the folder to which the checkpoints of an abandoned branch were moved."""
+        """Once finished, on the first rank: the folder to which the checkpoints of an abandoned branch were moved, if
+        any."""
         self._written: dict[int, dict[str, Any]] = {}
         self._problem = ""
         self._thread: threading.Thread | None = None
         writes = pipe.world.replica == 0
         elsewhere = of_other_replicas(optimizer)
-        # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
+        # Before anything is written: the checkpoint of a diverged run must not replace a good one.
         _agree(pipe, _not_finite(pipe, optimizer, self._home, elsewhere) if writes else "", NotFinite)
         _agree(pipe, _not_loadable(pipe) if writes else "")
         _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
@@ -164,7 +165,7 @@ class Saving:
         self._thread.start()
 
     def state(self) -> int:
-        """The state of this rank's part: WRITTEN, WRITING or FAILED."""
+        """Return the state of this rank's part: WRITTEN, WRITING or FAILED."""
         if self._thread is not None and self._thread.is_alive():
             return self.WRITING
         return self.FAILED if self._problem else self.WRITTEN
@@ -192,7 +193,7 @@ class Saving:
             )
         _agree(pipe, problem)
         pipe.resumed_from = None
-        # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
+        # Every rank reads its files again from the disk: only a verified checkpoint may displace older ones.
         _agree(pipe, wrong_files(target, self._written) if pipe.world.replica == 0 else "")
         keep = self._keep
         if self._leads and keep is not None:
@@ -214,7 +215,7 @@ class Saving:
         self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
 
     def _write_behind(self, contents: Iterable[dict[str, Any]]) -> None:
-        """Write in a thread, and record errors, which nobody would see there."""
+        """Write in a thread, and record errors, which would go unnoticed there."""
         try:
             self._write(contents)
         except BaseException as error:
@@ -255,7 +256,7 @@ def load_checkpoint(
     state = {name: part_of(pipe, name, value) for name, value in state.items()}
     moments: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = []
     if optimizer is not None:
-        # A tied parameter's state is kept with its first name: its layer may be another rank's.
+        # A tied parameter's state is stored under its first name, whose layer may be on another rank.
         for shared in pipe.layers.shared():
             number, name = shared.key.split(".", 1)
             saved = layer(int(number))["optimizer"].get(name)
@@ -266,7 +267,7 @@ def load_checkpoint(
         put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
     pipe.load_state_dict(state)
     if isinstance(optimizer, MixedPrecisionOptimizer):
-        for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
+        for shared in pipe.layers.shared():  # the file contains the master weights, not the rounded ones
             number, name = shared.key.split(".", 1)
             value = part_of(pipe, shared.key, layer(int(number))["state"][name])
             optimizer.set_master(shared.parameter, value.to(shared.parameter.device))
@@ -324,7 +325,7 @@ def _state_of(
 def _contents(
     pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int, elsewhere: Mapping[nn.Parameter, Kept]
 ) -> Iterator[dict[str, Any]]:
-    """The values that this rank writes, one layer at a time, in copies on the host."""
+    """Yield the values that this rank writes, one layer at a time, in copies on the host."""
     settings = {} if optimizer is None else settings_by_parameter(optimizer)
     settings.update((id(p), kept.settings) for p, kept in elsewhere.items())
     groups: dict[int, dict[str, Any]] = {}
@@ -339,7 +340,7 @@ def _contents(
             number, name = shared.key.split(".", 1)
             moments.setdefault(int(number), {})[name] = compact(_state_of(optimizer, shared.parameter, elsewhere))
             groups.setdefault(int(number), {})[name] = settings.get(id(shared.parameter), {})
-    cut = pipe.plan.shards()  # every holder has a part, which goes to the writer
+    cut = pipe.plan.shards()  # every rank with a shard sends its part to the writer
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank or k in cut:
             state, mine = layer_state(k, module, optimizer, elsewhere), moments.get(k, {})
@@ -369,7 +370,7 @@ def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
     sync_folder(partial)
     before = target.with_name(target.name + ASIDE)
-    if target.exists():  # of a run that came here once before
+    if target.exists():  # written by an earlier run to the same step
         shutil.rmtree(before, ignore_errors=True)
         target.rename(before)
     partial.rename(target)
@@ -378,7 +379,8 @@ def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
 
 
 def _not_loadable(pipe: Pipeline) -> str:
-    """Values that could be written but never read again, in one line; they must not cost a run its state."""
+    """Describe, in one line, the first value that could be written but not read again. Such a checkpoint would lose the
+    run's state."""
     for k, module in pipe.modules().items():
         try:
             for name, value in module.state_dict().items():
@@ -398,7 +400,7 @@ def _attempt(act: Any, place: Path) -> str:
 
 
 def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeError) -> None:
-    """Continue together or fail together; the replicas of the first pipeline follow its ranks."""
+    """Raise the first problem of any rank on all ranks of the pipeline. The other replicas follow the first one."""
     said = pipe.world.gather(problem)
     problem = next((text for text in said if text), "")
     if pipe.world.dp_group is not None:
@@ -411,7 +413,8 @@ def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeErr
 
 
 def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of a layer's file, once its checksum has been verified; `record` is the result of `read_record`."""
+    """Return the contents of a layer's file, once its checksum has been verified; `record` is the result of
+    `read_record`."""
     path = home / layer_file(k)
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:
@@ -434,8 +437,8 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_values(content: Mapping[str, Any], key: str) -> bool:
-    """Whether a part of a layer's file has the form that we write: values by name, or for the optimizer several for
-    each name."""
+    """Return whether a part of a layer's file has the form that we write: values by name, or for the optimizer several
+    for each name."""
     part = content.get(key)
     if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
         return False

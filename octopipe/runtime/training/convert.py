@@ -38,12 +38,12 @@ from octopipe.runtime.training.shelf import layer_file
 from octopipe.simulation.timeline import GIB
 
 SHARD = "5GB"
-"""Of safetensors, as transformers writes them."""
+"""The size of a safetensors file, as transformers writes them."""
 DCP_ABOUT = "octopipe.json"
 LAYERS_OF_A_PREDICTION = 2
-"""A prediction layer and its head."""
+"""A prediction counts as two layers: its own and its head."""
 MAX_COMPANION_BYTES = 256 << 20
-"""The largest tokenizers have some tens of megabytes."""
+"""The most bytes of a copied file. The largest tokenizers have some tens of megabytes."""
 COMPANIONS = ("tokenizer", "special_tokens", "vocab", "merges", "generation_config", "chat_template")
 
 
@@ -96,8 +96,9 @@ def to_dcp(
 ) -> int:
     """Write weights and optimizer state with torch.distributed.checkpoint; returns the number of tensors.
 
-    Without a process group `torch.distributed.checkpoint.load(state_dict, checkpoint_id=target)` reads them, and with
-    one every rank reads what it asks for. `source` as in `to_huggingface`: the names are then those of the family.
+    Without a process group, `torch.distributed.checkpoint.load(state_dict, checkpoint_id=target)` reads them; with one,
+    every rank reads the tensors in its own state dict. `source` as in `to_huggingface`: the names are then those of the
+    family.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -122,12 +123,13 @@ def to_dcp(
 
 
 def _parts(source: str | os.PathLike[str], record: dict[str, Any], home: Path) -> LayerList:
-    """The model of a config, on `meta`, if the checkpoint belongs to it; with its predictions if they were trained."""
+    """Return the model of a config, on `meta`, if the checkpoint belongs to it; with its predictions if they were
+    trained."""
     short = int(record["num_layers"])
     parts = layers(source, pretrained=False)
     more = prediction_layers(parts.config)
     if more and short == len(parts) + LAYERS_OF_A_PREDICTION * more:
-        parts = layers(source, pretrained=False, predictions=USUAL_WEIGHT)  # the weight of a loss is nothing to write
+        parts = layers(source, pretrained=False, predictions=USUAL_WEIGHT)  # the weight of the loss is not written
     if len(parts) != short:
         raise OctoPipeError(
             f"{shown(home)} has {short} layers, {shown(source)} {len(parts)} with embedding and head; give the "
@@ -192,7 +194,7 @@ def _check_room(home: Path, record: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write to; if that fails, the error is one line and no incomplete folder remains."""
+    """A context with a folder to write to. If writing fails, the error is one line and no incomplete folder remains."""
     _refuse_used(target)
     out = Path(target)
     existed = out.exists()
@@ -202,9 +204,9 @@ def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise OctoPipeError(f"{shown(out)}: cannot be written ({error.strerror}); name another folder") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process saves without a group is the intention
+            warnings.simplefilter("ignore")  # DCP warns about saving without a process group, which is intended
             yield out
-    except BaseException as error:  # DCP's own exception is no Exception
+    except BaseException as error:  # DCP's own exception is not derived from Exception
         for path in out.iterdir() if existed else (out,):
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -215,7 +217,7 @@ def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause of an error: DCP wraps the errors of its writers together with their tracebacks."""
+    """Return the cause of an error: DCP wraps the errors of its writers together with their tracebacks."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         first = next(iter(failures.values()))
@@ -225,7 +227,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refuse_used(target: str | os.PathLike[str]) -> None:
-    """Reject a target that already exists, before anything is read."""
+    """Raise an error if the target already exists, before anything is read."""
     out = Path(target)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -235,7 +237,7 @@ def _refuse_used(target: str | os.PathLike[str]) -> None:
 
 
 def _companions(source: Path, out: Path) -> None:
-    """The tokenizer and other files beside a model's weights; never code."""
+    """Copy the tokenizer and other files beside a model's weights, but never code."""
     if not source.is_dir():
         return
     for path in sorted(source.iterdir()):

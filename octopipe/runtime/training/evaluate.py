@@ -25,7 +25,7 @@ from octopipe.runtime.training.step_batches import sample_batches
 
 
 def evaluation_samples(source: Source, job: TrainJob) -> int:
-    """The number of samples of an evaluation."""
+    """Return the number of samples of an evaluation."""
     if isinstance(source, Windows):
         return min(source.windows, job.eval_samples or source.windows)
     if isinstance(source, Samples):
@@ -36,7 +36,7 @@ def evaluation_samples(source: Source, job: TrainJob) -> int:
 
 
 def evaluate(pipe: Pipeline, source: Source, job: TrainJob, step: int) -> EvalReport:
-    """The loss of the samples with the pipeline's current parameters (collective over all pipelines)."""
+    """Return the loss of the samples with the pipeline's current parameters (collective over all pipelines)."""
     total, count = 0.0, 0
     samples = evaluation_samples(source, job)
     each = job.num_micro_batches * job.micro_batch_size
@@ -60,7 +60,7 @@ def evaluate(pipe: Pipeline, source: Source, job: TrainJob, step: int) -> EvalRe
 
 
 def _batch(source: Source, first: int, stop: int, job: TrainJob) -> tuple[list[Any], list[Any]]:
-    """The micro-batches of one pipeline; samples from number `stop` on only fill the batch."""
+    """Return the micro-batches of one pipeline; samples from number `stop` on only fill the batch."""
     size = job.micro_batch_size
     if isinstance(source, Samples):
         inputs, targets = sample_batches(job, source, first, 1.0, stop)

@@ -19,7 +19,8 @@ from octopipe.base.errors import OctoPipeError
 
 ASKED = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 PASSED_ON = {int(signal.SIGUSR1): int(signal.SIGINT)}
-"""What a launcher sends its ranks for a signal they do not get themselves (see `launch`)."""
+"""Signals that a launcher sends its ranks, by the signal that each stands for, if ranks do not get that one themselves
+(see `launch`)."""
 
 
 class Diverged(OctoPipeError):
@@ -27,11 +28,12 @@ class Diverged(OctoPipeError):
 
 
 class StopRequest:
-    """Records SIGTERM and Ctrl-C, so that the step can end and be saved; a second signal takes effect at once."""
+    """Records SIGTERM and Ctrl-C, so that the current step can end and be saved; a second signal takes effect at
+    once."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the signal that came, or 0."""
+        """The number of the signal that was received, or 0."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -62,7 +64,7 @@ class FiniteWatch:
         self._pending: tuple[int, Tensor, Any] | None = None
 
     def look(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Record the values of a step; raises an error if a step is known to have values that are not finite."""
+        """Record the values of a step. Raises an error if a step is known to have values that are not finite."""
         if not self._late:
             _judge(step, float(loss), float(norm))
             return

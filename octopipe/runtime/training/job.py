@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 WARM_UP_STEPS = 2
-"""The first steps of a run touch new memory: they do not count as measurements."""
+"""The first steps of a run allocate new memory, so they do not count as measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,30 +42,30 @@ class TrainJob:
     """The step to train to, counted from the beginning of the run, not from where it resumes."""
     plan: Plan | None = None
     system: str = "1f1b"
-    """Where no plan is given."""
+    """The published system whose plan is used if no plan is given."""
     tune_s: float | None = None
+    """Seconds of tuning for a plan if none is given; None: use the system's plan."""
     tune_measured: bool = False
-    """Tuning runs its plans, corrects costs by what ran, and keeps the plan that was measured fastest."""
+    """Whether tuning also runs its plans, corrects costs by the runs, and keeps the plan that was measured fastest."""
     graphs: bool | None = None
-    """Ops are replayed from CUDA graphs where they can be; default: as the profile was measured, else not."""
-    """Where no plan is given: tune for so long instead of using the system."""
+    """Whether ops are replayed from CUDA graphs, if possible; default: as the profile was measured, otherwise not."""
     dp: int = 1
     seq: int = 128
     micro_batches: int | None = None
-    """Default: the plan's, or twice the pipeline's ranks."""
+    """Default: the plan's number, or twice the pipeline's ranks."""
     micro_batch_size: int = 1
     lr: float = 1e-3
     schedule: str = "constant"
-    """How the learning rate goes on after the warm-up (`schedule.py`)."""
+    """The course of the learning rate after the warm-up (`schedule.py`)."""
     schedule_steps: int | None = None
-    """The step the schedule ends with; default: the last step of the run."""
+    """The step at which the schedule ends; default: the last step of the run."""
     min_lr: float = 0.0
     warmup: int = 0
     decay_steps: int | None = None
-    """Of WSD's last part; default a tenth of all."""
+    """Steps of the last part of WSD; default: a tenth of all."""
     optimizer: str = "adamw"
     weight_decay: float = 0.1
-    """Of matrices; norms, biases and other vectors do not decay (`run_parts.decays`)."""
+    """Applies to matrices; norms, biases and other vectors do not decay (`run_parts.decays`)."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
@@ -74,23 +74,23 @@ class TrainJob:
     offload_optimizer: float = 0.0
     """Share of optimizer state and master weights that is kept in host memory and updated by the CPU."""
     precision: str | None = None
-    """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
-    else bf16-main-fp32 there and fp32 on a CPU."""
+    """How layers compute and gradients are accumulated (`costs/mode.py`); default: on a GPU, a transformers config's
+    own dtype, or bf16-main-fp32 without one; on a CPU, fp32."""
     dtype: str | None = None
-    """An older word for it: float32, bfloat16 (bf16-main-fp32) or float64."""
+    """An older option for the same: float32, bfloat16 (bf16-main-fp32) or float64."""
     device: str = "cpu"
     threads: int | None = None
-    """Of the CPU per rank; default: the cores, shared equally."""
+    """CPU threads per rank; default: the cores, shared equally."""
     compile_scans: bool | None = None
-    """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
+    """Whether our Mamba-2's scan runs through `torch.compile`; default: on a GPU, unless there are faster kernels."""
     kernels: tuple[str, ...] = ()
-    """Kernels of our own layers by name; a transformers model has its choice made already."""
+    """Kernels of our own layers by name; a transformers model has already selected its own."""
     data: str | None = None
-    """Path of tokens or text; None: made-up text."""
+    """Path of tokens or text; None: synthetic text."""
     reading: Reading = field(default_factory=Reading)
     """How data is read."""
     new_data: bool = False
-    """On resuming: other data than before is meant, and taken from its beginning."""
+    """Whether a resumed run takes other data than before, from its beginning."""
     eval_data: str | None = None
     eval_every: int | None = None
     """Steps between two evaluations; the last step is always followed by one."""
@@ -101,11 +101,11 @@ class TrainJob:
     frozen: tuple[int, ...] = ()
     """Layers whose parameters are not trained."""
     memory_check: bool = True
-    """Compare what the run will hold with what is free before it starts."""
+    """Whether the memory that the run needs is compared with the free memory before it starts."""
     seed: int = 0
     profile: Profile | None = None
     measure: bool = True
-    """Without a profile: measure one before training, for the tuner and the prediction."""
+    """Whether, without a profile, one is measured before training, for the tuner and the prediction."""
     checkpoint: str | None = None
     save_every: int | None = None
     keep: int = 3
@@ -113,20 +113,20 @@ class TrainJob:
     """Copy checkpoints to the host and write them during the next steps; a failure is reported at the next step."""
     resume: bool = False
     resume_step: int | None = None
-    """Go on from this step's checkpoint instead of the newest good one."""
+    """Continue from this step's checkpoint instead of the newest valid one."""
     elastic: bool = False
-    """Go on where the folder holds a checkpoint, begin where it holds none: what a launcher that starts ranks again
-    needs, with as many of them as are left."""
+    """Resume if the folder contains a checkpoint, otherwise start a new run. This is for launchers that restart ranks,
+    with as many of them as are left."""
     timeline: bool = False
     adapt_every: int | None = None
-    """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
+    """Steps between two searches for a plan, tuned on the measured times, that is worth switching to."""
     adapt_gain: float = 0.05
-    """The least predicted gain that is worth a switch."""
+    """The least predicted gain for which a switch is worthwhile."""
     adapt_s: float = 5.0
-    """Time of one such search."""
+    """Seconds of one such search."""
     timeout_s: float = 300.0
     lengths: tuple[int, ...] = ()
-    """Of every step's sequences, where they differ; `seq` is then the longest."""
+    """The lengths of every step's sequences, if they differ; `seq` is then the longest."""
     groups: tuple[Groups, ...] = ()
     """With lengths: the micro-batches of every pipeline, padded to their longest sequences."""
 
@@ -209,7 +209,7 @@ class TrainJob:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
 
     def _other_layers(self, plan: Plan) -> str:
-        """The difference between the layers of the plan and those of the run, and what to do about it."""
+        """Describe the difference between the layers of the plan and those of the run, and what to do about it."""
         words = f"the plan has {plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
         predicts = getattr(self.spec, "untrained_predictions", 0)
         if predicts and plan.num_layers == self.spec.num_layers + predicts:
@@ -314,11 +314,11 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What a run does besides its steps, for a progress line."""
+    """An activity of a run besides its steps, for a progress line."""
 
     text: str
     notice: bool = False
-    """Whether it must be said wherever the output goes: a checkpoint that was passed over, say."""
+    """Whether it must be shown wherever the output goes, such as a checkpoint that was passed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,12 +326,12 @@ class StepReport:
     """The report on one training step."""
 
     step: int
-    """From 1 on."""
+    """Counted from 1."""
     loss: float
     step_ms: float
     """Data, pipeline, clipping and optimizer."""
     pipeline_ms: float
-    """First op to last op over all ranks: what a prediction is about."""
+    """First op to last op over all ranks, which is what a prediction states."""
     bubble_ratio: float
     memory_bytes: tuple[float, ...]
     """Per rank: the allocator's peak on a GPU, the process's resident memory on a CPU."""
@@ -340,11 +340,11 @@ class StepReport:
     grad_norm: float = math.nan
     """Before clipping."""
     mfu: float | None = None
-    """The model's own FLOPs over what the GPUs could do at their data sheet's peak; None where that is not known."""
+    """The model's own FLOPs divided by the GPUs' data-sheet peak in the same time; None if the peak is not known."""
     epoch: float | None = None
-    """Passes over the data so far; None for made-up text."""
+    """Passes over the data so far; None for synthetic text."""
     samples: int = 0
-    """Trained on so far, by all pipelines."""
+    """Samples trained on so far, by all pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,20 +369,20 @@ class TrainResult:
     plan: Plan
     reports: tuple[StepReport, ...]
     first_step: int
-    """1, or the step a resumed run went on with."""
+    """1, or the first step of a resumed run."""
     parameters: int
     profile: Profile | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
-    """Of the last step, where it was asked for."""
+    """The timeline of the last step, if it was requested."""
     checkpoint: str | None = None
     notices: tuple[str, ...] = ()
-    """What happened that was not asked for: damaged checkpoints passed over, branches set aside."""
+    """Events that the user must know of: damaged checkpoints passed over, branches set aside."""
     stopped_by: int = 0
     """The signal that ended the run before its last step, or 0."""
     evaluations: tuple[EvalReport, ...] = ()
     warm_up: int = WARM_UP_STEPS
-    """The first steps that do not count as measurements; more than usual where CUDA graphs are captured."""
+    """The number of first steps that do not count as measurements; more than usual if CUDA graphs are captured."""
 
     @property
     def losses(self) -> list[float]:
@@ -394,7 +394,7 @@ class TrainResult:
 
     @property
     def step_ms(self) -> float:
-        """The median of the steps after the first few."""
+        """The median over the steps after the warm-up."""
         return statistics.median(r.step_ms for r in self._steady) if self.reports else math.nan
 
     @property

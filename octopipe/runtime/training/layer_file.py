@@ -30,26 +30,26 @@ from octopipe.base.files import brief
 from octopipe.base.memory import free_memory_bytes
 
 MAX_INDEX_BYTES = 16 << 20
-"""Of the pickle in a layer's file: names and shapes, no values."""
+"""The largest pickle in a layer's file, which contains names and shapes but no values."""
 MAX_RECORDS = 1 << 20
 _ITEM_BYTES = {
     "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "Float": 4, "Int": 4, "QInt32": 4, "BFloat16": 2,
     "Half": 2, "Short": 2,
 }  # fmt: skip
-"""Of an element of torch's typed storages; the others count bytes."""
+"""Bytes per element of torch's typed storages; the sizes of other storages are in bytes."""
 _PIECE = 1 << 20
 _GIB = 1 << 30
 
 
 class WrongFile(Exception):
-    """What is wrong with a file, as words that follow its name."""
+    """Raised with a description of what is wrong with a file, in words that follow its name."""
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], most_bytes: float = math.inf) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file and its size; anything else is rejected without waiting for it."""
+    """A context with a regular file and its size; anything else is rejected without waiting for it."""
     try:
-        # Opened first and looked at afterwards, so that it is the same file; O_NONBLOCK: a pipe is no wait.
+        # Opened before it is examined, so that it is the same file; O_NONBLOCK: opening a pipe does not wait.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         raise WrongFile("no such file") from None
@@ -88,8 +88,8 @@ def check_sum(path: str | os.PathLike[str], expected: Mapping[str, Any], most_by
 
 
 def read_content(path: str | os.PathLike[str]) -> Any:
-    """The values that torch.save wrote to the file, read without unpickling objects; raises WrongFile for anything
-    else."""
+    """Return the values that torch.save wrote to the file, read without unpickling objects; raises WrongFile for
+    anything else."""
     with opened(path, free_memory_bytes()) as (file, size):
         _check_archive(file, size)
         file.seek(0)
@@ -105,7 +105,7 @@ def read_content(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_archive(file: BinaryIO, size: int) -> None:
-    """Check that records are as torch writes them, that none of them is compressed, and that the index names no more
+    """Raise WrongFile unless records are as torch writes them, none of them is compressed, and the index names no more
     than they contain."""
     file.seek(0)
     try:
@@ -183,7 +183,7 @@ class _Index(pickle.Unpickler):
 
 
 def _check_tensors(content: Any, size: int) -> None:
-    """Check that each tensor lies within its own storage, and that all together are no larger than the file."""
+    """Raise WrongFile unless each tensor lies within its own storage, and all together are no larger than the file."""
     total, todo, seen = 0, [content], 0
     while todo:
         value = todo.pop()

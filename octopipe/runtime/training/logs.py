@@ -105,7 +105,7 @@ class Logs:
 
 
 def step_values(r: StepReport) -> dict[str, Any]:
-    """The values of a report under the names by which they are logged."""
+    """Return the values of a report under the names by which they are logged."""
     out = {
         "loss": r.loss,
         "lr": r.lr,
@@ -146,6 +146,6 @@ def _wandb(project: str, about: Mapping[str, Any]) -> Any:
         run = wandb.init(project=project, config=dict(about), mode=mode, settings=wandb.Settings(silent=True))
         run.define_metric("*", step_metric="step")
         return run
-    except Exception as error:  # the library's own kinds
+    except Exception as error:  # the library has exceptions of its own
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(f"--wandb {project}: {why}") from None

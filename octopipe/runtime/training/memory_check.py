@@ -25,26 +25,26 @@ from octopipe.runtime.training.job import TrainJob
 from octopipe.search.systems import build_plan
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
-"""Values an optimizer keeps per parameter."""
+"""The number of values that an optimizer keeps per parameter."""
 
 
 def state_bytes_per_parameter(job: TrainJob) -> float:
-    """The bytes of moments and master weight of one parameter, wherever they are."""
+    """Return the bytes of moments and master weight of one parameter, wherever they are."""
     shards = job.dp if job.shard_optimizer else 1
     bare = job.mode.bytes_per_parameter(state_factor=0)
     return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards) - bare
 
 
 def bytes_per_parameter(job: TrainJob) -> float:
-    """The bytes of weight, gradient and optimizer state that the run's precision keeps for a parameter on its
+    """Return the bytes of weight, gradient and optimizer state that the run's precision keeps for a parameter on its
     device."""
     here = (1.0 - job.offload_optimizer) * state_bytes_per_parameter(job)
     return job.mode.bytes_per_parameter(state_factor=0) + here
 
 
 def host_bytes_per_parameter(job: TrainJob) -> float:
-    """The bytes that a run with optimizer state in host memory keeps there for a parameter: the state, the tensor that
-    is updated, and the buffer in which gradients arrive."""
+    """Return the bytes that a run with optimizer state in host memory keeps there for a parameter: the state, the
+    tensor that is updated, and the buffer in which gradients arrive."""
     width = 8.0 if job.mode.precision == "fp64" else 4.0
     copies = width if has_main_gradients(job.mode.precision) else 2 * width  # there, the state includes the master
     shards = job.dp if job.shard_optimizer else 1
@@ -52,7 +52,7 @@ def host_bytes_per_parameter(job: TrainJob) -> float:
 
 
 def host_bytes(job: TrainJob, plan: Plan) -> list[float]:
-    """The bytes that the optimizer state of every rank of one pipeline takes in its host's memory."""
+    """Return the bytes that the optimizer state of every rank of one pipeline takes in its host's memory."""
     counts = layer_parameters(job.spec)
     out = []
     for rank in range(plan.num_ranks):
@@ -62,7 +62,7 @@ def host_bytes(job: TrainJob, plan: Plan) -> list[float]:
 
 
 def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -> list[float]:
-    """The peak memory of every rank of one pipeline on its device; on a CPU, all of its memory."""
+    """Return the peak memory of every rank of one pipeline on its device; on a CPU, all of its memory."""
     if profile is None:
         static = [n * bytes_per_parameter(job) for n in layer_parameters(job.spec)]
         held = layer_activations(
@@ -92,18 +92,19 @@ def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -
 
 
 def stand_in_plan(job: TrainJob) -> Plan:
-    """The plan with which a run is checked before it has one: the given plan, or its system's plan for equal layers."""
+    """Return the plan with which a run is checked before it has its own: the given plan, or its system's plan for equal
+    layers."""
     if job.plan is not None:
         return job.plan
     costs = equal_costs(job.spec)
     try:
         return build_plan(job.system if job.tune_s is None else "1f1b", costs, job.pp, job.num_micro_batches)
-    except OctoPipeError:  # whoever makes the plan for good says what is wrong
+    except OctoPipeError:  # the error is reported when the real plan is made
         return build_plan("1f1b", costs, job.pp, job.num_micro_batches)
 
 
 def check_host(job: TrainJob) -> None:
-    """Check the memory of this host before any rank starts, for ranks on its CPUs."""
+    """Raise an error if ranks on this host's CPUs need more memory than is free. Called before any rank starts."""
     if not job.memory_check or job.device != "cpu":
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
@@ -115,10 +116,10 @@ def check_host(job: TrainJob) -> None:
 
 
 def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequence[Mapping[str, Any]]) -> str:
-    """With the plan that runs: one line about the first device or host whose memory is too small, or "".
+    """Return one line about the first device or host whose memory is too small for the plan that runs, or "".
 
     `seats`: for every rank of the run its `pp_rank`, the `place` whose memory it uses, and how much is `free` there;
-    and its `host` and how much is `host_free`, for optimizer state that is kept there.
+    also its `host` and how much is `host_free`, for optimizer state that is kept there.
     """
     if not job.memory_check:
         return ""
@@ -133,7 +134,7 @@ def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequ
 
 
 def _host_line(job: TrainJob, plan: Plan, seats: Sequence[Mapping[str, Any]]) -> str:
-    """One line about the first host that cannot hold the optimizer state of its ranks' GPUs, or ""."""
+    """Return one line about the first host that cannot hold the optimizer state of its ranks' GPUs, or ""."""
     each = host_bytes(job, plan)
     for host, free in {seat["host"]: seat["host_free"] for seat in seats}.items():
         needed = sum(each[seat["pp_rank"]] for seat in seats if seat["host"] == host)

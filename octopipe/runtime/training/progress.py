@@ -28,12 +28,12 @@ class Progress:
     """The properties of a run that every report needs."""
 
     def __init__(self, job: TrainJob, *, one_clock: bool):
-        """`one_clock`: all ranks of the pipeline are on one host."""
+        """`one_clock`: whether all ranks of the pipeline are on one host."""
         self._one_clock, self._tokens = one_clock, job.tokens_per_step
         self._flops, self._peak = step_flops(job), peak_flops(job)
 
     def report(self, rows: list[list[float]], *, step_ms: float, **known: Any) -> StepReport:
-        """A report on a step. `rows`: the result of `exchange`; `known`: the other fields of the report."""
+        """Return a report on a step. `rows`: the result of `exchange`; `known`: the other fields of the report."""
         span_s, bubble = span_and_bubble(rows, one_clock=self._one_clock)
         return StepReport(
             step_ms=step_ms,
@@ -47,7 +47,7 @@ class Progress:
 
 
 def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
-    """For every rank of the pipeline: first start, last end, time at work (s), memory (bytes). Collective."""
+    """Return, for every rank of the pipeline: first start, last end, time at work (s), memory (bytes). Collective."""
     started, ended = pipe.recorder.times()
     busy = sum(ended) - sum(started)
     row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, memory_bytes(pipe.device)]
@@ -61,17 +61,18 @@ def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
 
 
 def span_and_bubble(rows: list[list[float]], *, one_clock: bool) -> tuple[float, float]:
-    """Seconds from the first op to the last one, and the share of the ranks' time in between that was idle."""
+    """Return the seconds from the first op to the last one, and the share of the ranks' time in between that was
+    idle."""
     active = [row for row in rows if math.isfinite(row[0])]
     if one_clock:
         span_s = max(row[1] for row in active) - min(row[0] for row in active)
-    else:  # clocks differ: the longest rank's own view
+    else:  # clocks differ: take the longest span of a single rank
         span_s = max(row[1] - row[0] for row in active)
     return span_s, 1.0 - sum(row[2] for row in active) / (len(rows) * span_s) if span_s > 0 else 0.0
 
 
 def step_flops(job: TrainJob) -> float:
-    """The model's own FLOPs in one step: three times those of the forward, without recomputation.
+    """Return the model's own FLOPs in one step: three times those of the forward, without recomputation.
 
     They are computed from the planner's layers if it knows the model layer by layer, otherwise as 6 FLOPs per parameter
     and token.
@@ -89,8 +90,8 @@ def _flops(spec: ModelSpec | None, parameters: int, seq: int) -> float:
 
 
 def peak_flops(job: TrainJob) -> float | None:
-    """The peak FLOP/s of all GPUs of the run together, in the precision in which its layers compute; None if it is not
-    known."""
+    """Return the peak FLOP/s of all GPUs of the run together, in the precision in which its layers compute; None if it
+    is not known."""
     if job.device != "cuda" or not job.mode.precision.startswith(("bf16", "autocast")) or not torch.cuda.is_available():
         return None
     each = known_peak(torch.cuda.get_device_name())
@@ -102,7 +103,7 @@ def _hosts(job: TrainJob) -> int:
 
 
 def known_peak(name: str) -> float | None:
-    """The bf16 FLOP/s of a GPU by the name that the driver gives it.
+    """Return the bf16 FLOP/s of a GPU, given the name that the driver reports; None if the GPU is not known.
 
     >>> known_peak("NVIDIA H100 80GB HBM3") == 989e12, known_peak("Tesla T4")
     (True, None)

@@ -23,9 +23,9 @@ from octopipe.runtime.training.memory_check import check_host
 
 
 def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
-    """The job with everything decided that its data and model determine; raises an error for whatever would stop the
-    run later."""
-    if os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here; the first one is heard
+    """Return the job with everything decided that its data and model determine. Raises an error for whatever would stop
+    the run later."""
+    if os.environ.get("RANK", "0") != "0":  # under torchrun every rank runs this; only the first one reports
         tell = unheard
     check_host(job)
     corpora = {}
@@ -33,7 +33,7 @@ def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
         check_form(path, job.inputs)
         if job.inputs is not None and is_samples(path):
             samples = Samples(path, vocab=job.spec.vocab, seed=job.seed, form=job.inputs)
-            samples.counted(0)  # what is wrong with the first sample is said before ranks start
+            samples.counted(0)  # raises an error about the first sample before ranks start
             what = "data" if path == job.data else "evaluation"
             tell(Phase(text=f"{what}: {samples.where}, {len(samples):,} samples", notice=True))
             continue
@@ -66,7 +66,7 @@ def _described(samples: Windows, trained: bool) -> list[str]:
 
 
 def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) -> bool:
-    """Whether documents of one sample are masked from each other."""
+    """Return whether documents of one sample are masked from each other."""
     asked = job.reading.apart
     known = [corpus for corpus in corpora if corpus.starts is not None]
     if asked is False:

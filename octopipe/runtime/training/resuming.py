@@ -17,7 +17,7 @@ from octopipe.runtime.training.run_parts import identity
 from octopipe.runtime.training.shelf import choose
 
 SAME = ("kind", "fingerprint", "seq", "samples", "documents_apart", "words")
-"""What makes sample i the sample i it was before."""
+"""The properties of data that determine its samples: if they are equal, sample i is the same as before."""
 
 
 def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: Mapping[str, Any]) -> int:
@@ -36,7 +36,7 @@ def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: 
         )
     before = record.get("data")
     seen = int(record.get("samples", 0))
-    if not isinstance(before, Mapping):  # written before data was noted
+    if not isinstance(before, Mapping):  # written by a version that did not record the data
         return seen if job.new_data else 0
     differs = [key for key in SAME if before.get(key) != data.get(key)]
     if not differs:
@@ -51,7 +51,7 @@ def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: 
 
 
 def other_precision(job: TrainJob, record: Mapping[str, Any], path: Path) -> list[str]:
-    """A note if a checkpoint has another precision; raises an error if training cannot continue from it.
+    """Return a note if a checkpoint has another precision; raises an error if training cannot continue from it.
 
     If the optimizer updates float32 weights, a checkpoint contains those, so a run may continue from them in any such
     precision. Other runs must keep their precision.
@@ -72,8 +72,8 @@ def described(data: Mapping[str, Any]) -> str:
 
 
 def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
-    """The differences between the learning-rate schedules of a checkpoint and of the run that continues it; "" if there
-    are none."""
+    """Return the differences between the learning-rate schedules of a checkpoint and of the run that continues it; ""
+    if there are none."""
     if not isinstance(before, Mapping):
         return ""
     changed = [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]
@@ -81,7 +81,7 @@ def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
 
 
 def way_on(job: TrainJob) -> str:
-    """The checkpoint from which a failed run can be resumed, in words."""
+    """Return a sentence that names the checkpoint from which a failed run can be resumed; "" if there is none."""
     if job.checkpoint is None:
         return ""
     try:

@@ -46,17 +46,17 @@ from octopipe.simulation.contention import predict
 
 
 class Everyone:
-    """All ranks of all pipelines."""
+    """The exchange of values between all ranks of all pipelines (all methods are collective)."""
 
     def __init__(self, seat: launch.Seat, group: dist.ProcessGroup | None):
         self._seat, self._group = seat, group
 
     def first(self, value: Any) -> Any:
-        """The value of the first rank, on every rank."""
+        """Return the value of the first rank, on every rank."""
         return value if self._group is None else broadcast_value(self._group, value, 0)
 
     def first_or_fail(self, make: Callable[[], Any]) -> Any:
-        """The result of a function on the first rank, or its error, on every rank."""
+        """Return the result of a function that runs on the first rank, or raise its error, on every rank."""
         made: tuple[Any, str] = None, ""
         if self._seat.rank == 0:
             try:
@@ -69,11 +69,11 @@ class Everyone:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         return [value] if self._group is None else gather_values(self._group, value)
 
     def most(self, number: int, timeout_s: float) -> int:
-        """The largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
         if self._group is None:
             return number
         box = torch.tensor([number])
@@ -99,7 +99,7 @@ def worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, Everyone]:
 def check_memory(
     job: TrainJob, plan: Plan, profile: Profile | None, device: torch.device, seat: launch.Seat, everyone: Everyone
 ) -> None:
-    """Before the model is built, compare every rank's share with the free memory of its GPU or host (collective)."""
+    """Compare every rank's share with the free memory of its GPU or host, before the model is built (collective)."""
     if not job.memory_check:
         return
     host = socket.gethostname()
@@ -116,15 +116,15 @@ def check_memory(
 
 
 def length_factor(job: TrainJob) -> Any:
-    """The times of the first pipeline's micro-batches relative to that of one sequence of `seq` tokens, in proportion
-    to their padded tokens."""
+    """Return the times of the first pipeline's micro-batches relative to that of one sequence of `seq` tokens, in
+    proportion to their padded tokens."""
     batch = Batch(groups=job.groups[0])
     return np.array([batch.tokens_of(group) / job.seq for group in batch.groups])
 
 
 def item_factor(job: TrainJob) -> Any:
-    """[micro-batch, layer]: the times of an encoder's layers relative to those with as many images as were measured;
-    None if every micro-batch has that many."""
+    """Return [micro-batch, layer]: the times of an encoder's layers relative to those with as many images as were
+    measured; None if every micro-batch has that many."""
     form = job.inputs
     if form is None or form.decodes or not form.num_tower_layers:
         return None
@@ -151,15 +151,15 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     if profile is None:
         raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
     tell(Phase(text=f"tuning for {job.tune_s:g} s"))
-    # Our own layers are known to do the same twice; others are recomputed only where a profile has seen it.
+    # Our own layers are known to be repeatable; others are recomputed only if a profile has checked it.
     shown = isinstance(job.spec, ModelSpec) or bool(costs.repeatable)
     found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed, recompute=shown).plan
     return _faster(found, job, profile, tell).with_extra(**beside)
 
 
 def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase], None]) -> Plan:
-    """The tuned plan, or the published system if that is predicted to be faster with contention. The search does not
-    see contention, because its times are those with all ranks at work."""
+    """Return the tuned plan, or that of the published system if it is predicted to be faster with contention. The
+    search does not consider contention, because its times are those with all ranks busy."""
     try:
         usual = build_plan(job.system, profile.costs, job.pp, job.num_micro_batches)
     except OctoPipeError:
@@ -172,7 +172,7 @@ def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase]
 
 
 def workload_of(job: TrainJob) -> Workload:
-    """The job's layers and micro-batches, as they are measured and trained."""
+    """Return the job's layers and micro-batches, as they are measured and trained."""
     return Workload(
         spec=job.spec,
         tokens=job.seq,
@@ -191,8 +191,8 @@ def workload_of(job: TrainJob) -> Workload:
 def measured_plan(
     job: TrainJob, work: Workload, world: World, profile: Profile | None, tell: Callable[[Phase], None]
 ) -> tuple[TrainJob, Profile | None]:
-    """If plans are to be run while tuning: the job with the plan that was measured as fastest, and the profile as
-    corrected by the runs (collective). Otherwise both unchanged."""
+    """Return the job with the plan that was measured as fastest, and the profile as corrected by the runs, if plans are
+    to be run while tuning (collective); otherwise both unchanged."""
     if not job.tune_measured or profile is None or job.tune_s is None:
         return job, profile
     wanted = MeasuredTuneJob(
@@ -210,7 +210,7 @@ def measured_plan(
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
-    """The optimizer that the job names, with float32 master weights if its precision has them."""
+    """Return the optimizer that the job names, with float32 master weights if its precision has them."""
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
     trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
     flags = {name: decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()}
@@ -226,7 +226,8 @@ def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
 def _plain_optimizer(
     job: TrainJob, parameters: list[torch.nn.Parameter], decay: Sequence[bool]
 ) -> torch.optim.Optimizer:
-    """The optimizer itself. `decay`: which of the parameters have weight decay, in the order of the parameters."""
+    """Return the optimizer itself. `decay`: which of the parameters have weight decay, in the order of the
+    parameters."""
     listed = [
         {"params": [p for p, flag in zip(parameters, decay) if flag], "weight_decay": job.weight_decay},
         {"params": [p for p, flag in zip(parameters, decay) if not flag], "weight_decay": 0.0},
@@ -238,8 +239,8 @@ def _plain_optimizer(
 
 
 def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = None) -> bool:
-    """Whether weight decay applies to a parameter: it has at least two dimensions, and is neither a bias nor part of a
-    norm.
+    """Return whether weight decay applies to a parameter: it has at least two dimensions, and is neither a bias nor
+    part of a norm.
 
     Matrices, embeddings, convolutions and experts decay; norms, biases (also those of all experts in one tensor) and
     vectors such as Mamba's A_log, D and dt_bias do not.
@@ -255,8 +256,8 @@ def identity(spec: ModelSpec | HfModel) -> str:
 
 @contextlib.contextmanager
 def folder(job: TrainJob) -> Iterator[None]:
-    """The folder of the checkpoints, locked for this run; anything that would go wrong with it is reported before the
-    run starts."""
+    """A context in which the folder of the checkpoints is locked for this run. Raises an error for a folder that the
+    run could not use."""
     if job.checkpoint is None or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -285,7 +286,8 @@ def backend(job: TrainJob) -> str:
 
 @contextlib.contextmanager
 def shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
-    """MPS if several ranks share a GPU, so that they compute at the same time."""
+    """A context with the environment of the ranks. If several ranks share a GPU, it runs MPS, so that they compute at
+    the same time."""
     gpus = 0 if job.device == "cpu" else torch.cuda.device_count()
     if job.device != "cpu" and gpus == 0:
         raise OctoPipeError("no CUDA device here; use --device cpu")

@@ -24,7 +24,7 @@ from octopipe.runtime.precision import MixedPrecisionOptimizer
 from octopipe.runtime.wire.encoding import decoded, encoded
 
 ENCODED = "octopipe.encoded"
-"""The key of a value that is no plain one: its bytes, as ranks send it (see `encoding`)."""
+"""The key under which a value that is not plain is stored, as the bytes in which ranks send it (see `encoding`)."""
 _PLAIN = (type(None), bool, int, float, str)
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -38,7 +38,7 @@ def layer_state(
     optimizer: torch.optim.Optimizer | None = None,
     elsewhere: Mapping[nn.Parameter, Kept] | None = None,
 ) -> dict[str, Any]:
-    """A layer's state dict in copies on the host; raises an error if a part of it could not be loaded again.
+    """Return a layer's state dict in copies on the host. Raises an error if a part of it could not be loaded again.
 
     If the optimizer keeps master weights, they replace the parameters that were rounded from them; `elsewhere`: those
     that other replicas keep (`of_other_replicas`).
@@ -54,7 +54,7 @@ def layer_state(
 
 
 def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in the form in which `layer_state` received it."""
+    """Return a state dict in the form in which `layer_state` received it."""
     return {name: _restored(value) for name, value in state.items()}
 
 
@@ -97,13 +97,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def compact(value: Any) -> Any:
-    """Copies on the host whose storage has their own size: a view would write the whole storage of its base into the
-    file."""
+    """Return copies on the host whose storage has their own size: a view would write the whole storage of its base into
+    the file."""
     return _mapped(value, lambda _, t: t.detach().cpu().clone())
 
 
 def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], key: str = "") -> Any:
-    """The value with its tensors changed; `change` also receives the nearest key."""
+    """Return the value with its tensors changed by `change`, which also receives the nearest key."""
     if isinstance(value, Tensor):
         return change(key, value)
     if isinstance(value, Mapping):
@@ -126,7 +126,8 @@ class Kept:
 
 
 def of_other_replicas(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, Kept]:
-    """On the first replica, if state is sharded: the state that the other replicas keep (collective over replicas)."""
+    """Return, on the first replica, the state that the other replicas keep if state is sharded (collective over
+    replicas)."""
     if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.owners is None:
         return {}
     settings = settings_by_parameter(optimizer)
@@ -147,8 +148,8 @@ def of_other_replicas(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parame
 
 
 def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """For every parameter, by id, the settings of its group that are plain values. Other settings (a function, for
-    example) come from the code that creates the optimizer."""
+    """Return, for every parameter, by id, the settings of its group that are plain values. Other settings (a function,
+    for example) come from the code that creates the optimizer."""
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         warnings.warn(
@@ -166,7 +167,7 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
 
 
 def _own_id(optimizer: torch.optim.Optimizer, updated: Tensor) -> int:
-    """The id of the model's parameter for a tensor that an optimizer updates, which may be its master weight."""
+    """Return the id of the model's parameter for a tensor that an optimizer updates, which may be its master weight."""
     return id(optimizer.parameter_of(updated) if isinstance(optimizer, MixedPrecisionOptimizer) else updated)
 
 
@@ -200,7 +201,7 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Restore the state of a parameter, or remove it if there was none. The share of another replica is left out."""
+    """Restore the state of a parameter, or remove it if there was none. State that another replica keeps is ignored."""
     place = parameter.device
     if isinstance(optimizer, MixedPrecisionOptimizer):
         if not optimizer.owns(parameter):  # type: ignore[arg-type]
@@ -219,7 +220,7 @@ def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping
 
 
 def _counts_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether the kernels that update a parameter read its step count on the parameter's device."""
+    """Return whether the kernels that update a parameter read its step count on the parameter's device."""
     flags = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
     if len(set(flags)) < 2:
         return any(flags)

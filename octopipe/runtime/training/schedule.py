@@ -1,8 +1,8 @@
-"""Learning rates: what every step of a run is trained with.
+"""Learning rates: the rate of every step of a run.
 
-Knows: the shapes. Does not know: optimizers or runs. Imports no torch.
+Knows: the shapes of schedules. Does not know: optimizers or runs. Imports no torch.
 
-Step t counts from 1, w is the warm-up and T the step the schedule ends with:
+Step t counts from 1, w is the warm-up and T the step at which the schedule ends:
 
     t <= w      rate x t / w
     afterwards  with p = (t - 1 - w) / (T - w), the part of the rest that is over:
@@ -31,7 +31,7 @@ from octopipe.base.errors import OctoPipeError
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DECAY_SHARE = 0.1
-"""Of the steps, where WSD's decay is not said."""
+"""The share of the steps in which WSD decays, if it is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,14 @@ class Schedule:
 
     kind: str = "constant"
     rate: float = 1e-3
-    """The largest one."""
+    """The largest rate."""
     least: float = 0.0
-    """What the rate falls to."""
+    """The rate at the end of the schedule."""
     warmup: int = 0
     steps: int = 1
-    """The step the schedule ends with; later ones have the least rate."""
+    """The step at which the schedule ends; later ones have the least rate."""
     decay: int | None = None
-    """Steps of WSD's last part; default a tenth of all."""
+    """Steps of the last part of WSD; default: a tenth of all."""
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
@@ -76,7 +76,7 @@ class Schedule:
         return max(1, round(DECAY_SHARE * self.steps)) if self.decay is None else self.decay
 
     def at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1."""
         if step <= self.warmup:
             return self.rate * step / self.warmup
         if self.kind == "constant":
@@ -87,7 +87,7 @@ class Schedule:
         return self.least + (self.rate - self.least) * left
 
     def about(self) -> dict[str, Any]:
-        """The schedule as a checkpoint stores it, so that a resumed run can report differences."""
+        """Return the schedule as a checkpoint stores it, so that a resumed run can report differences."""
         out: dict[str, Any] = {"schedule": self.kind, "lr": self.rate, "min_lr": self.least, "warmup": self.warmup}
         if self.kind != "constant":
             out["schedule_steps"] = self.steps

@@ -18,8 +18,8 @@ from octopipe.runtime.wire.telling import told
 
 
 def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """The values that a rank writes into a checkpoint, with split layers made whole (collective over the pipeline if
-    any layer is split). `contents` has this rank's part of every such layer."""
+    """Return the values that a rank writes into a checkpoint, with split layers assembled (collective over the pipeline
+    if any layer is split). `contents` has this rank's part of every such layer."""
     cut = pipe.plan.shards()
     if not cut:
         return contents
@@ -54,8 +54,8 @@ def _made_whole(
 
 
 def _parts(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every tensor of which a rank has a part, in the same order on all ranks: its container, its key there, and the
-    tensor."""
+    """Yield every tensor of which a rank has a part, in the same order on all ranks: its container, its key there, and
+    the tensor."""
     for name in sorted(sizes):
         state = content["state"]
         yield state, name, state[name]
@@ -66,15 +66,15 @@ def _parts(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[tup
 
 
 def _parameter(holder: Mapping[str, Any], key: str, content: Mapping[str, Any]) -> str:
-    """The name of the parameter that a part belongs to."""
+    """Return the name of the parameter that a part belongs to."""
     if holder is content["state"]:
         return key
     return next(name for name, moments in content["optimizer"].items() if moments is holder)
 
 
 def part_of(pipe: Pipeline, name: str, value: Any) -> Any:
-    """The part that this rank holds of a whole value which belongs to the parameter `layer.name`; other values as they
-    are."""
+    """Return this rank's part of a whole value that belongs to the parameter `layer.name`; other values are returned as
+    they are."""
     layer, _, path = name.partition(".")
     module = pipe.modules().get(int(layer))
     rows = getattr(module, "cut_parameters", {}).get(path)

@@ -38,16 +38,16 @@ from octopipe.runtime.training.layer_file import WrongFile, check_sum
 
 FORMAT = "octopipe.checkpoint/2"
 FORMAT_1 = "octopipe.checkpoint/1"
-"""Has no checksums."""
+"""The older format, which has no checksums."""
 RUN = "run.json"
 LOCK = ".lock"
 OLDER = "older-good"
-"""Names the checkpoint that stays beside the newest ones."""
+"""The file that names the older checkpoint which is kept in addition to the newest ones."""
 PARTIAL, ASIDE = ".partial", ".before.partial"
-"""End the names of a checkpoint that is being written or removed, and of one that is about to be replaced."""
+"""Endings of the names of a checkpoint that is being written or removed, and of one that is about to be replaced."""
 _LEFTOVER = re.compile(rf"(?P<step>step-\d+)((?P<aside>\{ASIDE})|\{PARTIAL})|{OLDER}\{PARTIAL}|\.probe-[0-9a-f]+")
 BRANCH = "branch-"
-"""Begins the names of folders that hold the checkpoints of an abandoned branch."""
+"""The beginning of the names of folders with the checkpoints of an abandoned branch."""
 log = logging.getLogger("octopipe.checkpoint")
 
 
@@ -59,7 +59,7 @@ class DamagedCheckpoint(OctoPipeError):
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a checkpoint's run.json."""
+    """Return the contents of a checkpoint's run.json."""
     record: dict[str, Any] = read_json_object(Path(path) / RUN)
     if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
         raise DamagedCheckpoint(
@@ -88,7 +88,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     try:
         found = [p for p in Path(folder).iterdir() if re.fullmatch(r"step-\d+", p.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -99,14 +99,14 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint."""
+    """Return the newest complete checkpoint, or None."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = None, *, to_load: bool = False) -> str:
-    """What is wrong with a checkpoint's files, in one line; empty if nothing is. `layers`: check only the files of
-    these layers.
+    """Describe, in one line, what is wrong with a checkpoint's files; empty if nothing is. `layers`: check only the
+    files of these layers.
 
     `to_load`: the files are about to be loaded, so one that does not fit in memory is wrong as well, and is not read.
     """
@@ -133,7 +133,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def layer_file(layer: int) -> str:
-    """The name of a layer's file in a checkpoint."""
+    """Return the name of a layer's file in a checkpoint."""
     return f"layer-{layer:04d}.pt"
 
 
@@ -146,8 +146,8 @@ def _name(value: object) -> bool:
 
 
 def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]], most_bytes: float = math.inf) -> str:
-    """What is wrong with the files of these layers of a checkpoint; without a checksum, only whether they exist.
-    `most_bytes`: larger files are not read."""
+    """Describe what is wrong with the files of these layers of a checkpoint; without a checksum, only whether they
+    exist. `most_bytes`: larger files are not read."""
     for k, expected in layers.items():
         path = folder / layer_file(k)
         try:
@@ -194,12 +194,12 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
             ) from None
         yield home
     finally:
-        os.close(handle)  # and with it the lock; the file stays: removing it would let two others in
+        os.close(handle)  # releases the lock; the file stays: once removed, two other runs could both hold a lock
 
 
 def clear_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Remove what a run left that was killed while it wrote or removed a checkpoint; only the holder of the lock may do
-    so.
+    """Remove the leftovers of a run that was killed while it wrote or removed a checkpoint; only the holder of the lock
+    may do so.
 
     A checkpoint that was set aside for its successor, which was never completed, gets its name back.
     """
@@ -234,14 +234,14 @@ def rotate(folder: str | os.PathLike[str], keep: int) -> None:
         return
     kept = _older(home)
     if kept not in rest or _step(rest[-1]) - _step(kept) >= _step(newest[-1]) - _step(rest[-1]):
-        # The one that has just become old takes its place, once it has been seen to be good.
+        # The newest of the older ones that is valid replaces it.
         good = next((path for path in reversed(rest) if not damage(path)), None)
         if good is not None:
             kept = good
             _name_older(home, good)
     for old in rest:
         if old != kept and old not in newest:
-            # Out of the way first: a half deleted folder must not look complete.
+            # Renamed first: a half deleted folder must not look complete.
             gone = old.with_name(old.name + PARTIAL)
             shutil.rmtree(gone, ignore_errors=True)
             old.rename(gone)
@@ -287,8 +287,8 @@ def _name_older(home: Path, path: Path) -> None:
 
 
 def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
-    """A checkpoint that is named by its own folder or by the folder of its run: the one of a step, or the newest valid
-    one."""
+    """Return a checkpoint that is named by its own folder or by the folder of its run: the one of a step, or the newest
+    valid one."""
     if (Path(path) / RUN).is_file():
         if step is not None:
             raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
@@ -305,8 +305,8 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
 
 
 def refuse_dcp(folder: str | os.PathLike[str]) -> None:
-    """Reject a checkpoint of torch.distributed.checkpoint: its index is a pickle, which may execute code when it is
-    read."""
+    """Raise an error for a checkpoint of torch.distributed.checkpoint: its index is a pickle, which may execute code
+    when it is read."""
     home = Path(folder)
     with contextlib.suppress(OSError):
         if (home / ".metadata").is_file() or next(home.glob("*.distcp"), None) is not None:
@@ -317,8 +317,8 @@ def refuse_dcp(folder: str | os.PathLike[str]) -> None:
 
 
 def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
-    """The checkpoint from which to continue: the one of a step, or the newest valid one; and what is wrong with newer
-    ones."""
+    """Return the checkpoint from which to continue (the one of a step, or the newest valid one), and what is wrong with
+    newer ones."""
     found = checkpoints(folder)
     if not found:
         refuse_dcp(folder)

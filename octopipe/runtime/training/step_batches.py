@@ -1,7 +1,7 @@
-"""The micro-batches of a training step, from whatever the run's data is.
+"""The micro-batches of a training step, for every kind of data.
 
 Knows: which samples a step takes, which of its sequences has how many images, and that places of images are not
-predicted. Does not know: how samples are read (`data/`), how items are made up (`huggingface/inputs.py`), plans or
+predicted. Does not know: how samples are read (`data/`), how items are synthesised (`huggingface/inputs.py`), plans or
 devices.
 
 The loss of a step is the mean over all its counted targets, as in `data/batches.py`: every micro-batch's loss is the
@@ -27,8 +27,8 @@ from octopipe.runtime.training.job import TrainJob
 def step_batches(
     job: TrainJob, source: Source, first: int, replica: int, numbers: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[list[Any], list[Any]]:
-    """Inputs and targets of one pipeline's micro-batches; the samples of the step begin with `first`. `numbers`: the
-    numbers of the step's sequences of different length, [pipeline][micro-batch][position]."""
+    """Return inputs and targets of one pipeline's micro-batches; the samples of the step begin with `first`. `numbers`:
+    the numbers of the step's sequences of different length, [pipeline][micro-batch][position]."""
     count, size = job.num_micro_batches, job.micro_batch_size
     if job.lengths:
         inputs, targets = length_micro_batches(source, first, numbers[replica], job.lengths, job.dp)
@@ -50,7 +50,7 @@ def step_batches(
 def sample_batches(
     job: TrainJob, source: Samples, begin: int, items: float, stop: int | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Micro-batches of samples from a folder; those from number `stop` on do not count."""
+    """Return micro-batches of samples from a folder; those from number `stop` on do not count."""
     size, dtype = job.micro_batch_size, PARAMETER_DTYPES[job.mode.precision]
     inputs, targets = [], []
     for m in range(job.num_micro_batches):
@@ -66,7 +66,7 @@ def sample_batches(
 
 
 def _made_up(job: TrainJob, source: Source, begin: int) -> tuple[list[Any], list[Any]]:
-    """Micro-batches of tokens with made-up images, recordings or source texts."""
+    """Return micro-batches of tokens with synthetic images, recordings or source texts."""
     form = job.inputs
     assert form is not None
     count, size = job.num_micro_batches, job.micro_batch_size

@@ -1,4 +1,4 @@
-"""The trainer: a model, a plan (given, a system's, or tuned on the spot), data, an optimizer, checkpoints.
+"""The trainer: a model, a plan (given, a system's, or tuned before training), data, an optimizer, checkpoints.
 
 Knows: the sequence of a training run and what is reported about each step. Does not know: flags and terminal output
 (verbs/train.py), processes (`launch.py`), how a step runs (`pipeline.py`).
@@ -73,7 +73,7 @@ Listener = Callable[[Phase | StepReport | EvalReport], None]
 
 
 LOADING_S = 30.0
-"""Ranks may take so long to load their libraries before the timeout counts."""
+"""Seconds that ranks may take to load their libraries before the timeout counts."""
 
 
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
@@ -93,8 +93,8 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
-    """Several runs in the same processes, taking one step each in turn, so that disturbances by other programs affect
-    all of them.
+    """Run several jobs in the same processes, one step each in turn, so that disturbances by other programs affect all
+    of them.
 
     The jobs share ranks, device and the first one's measurements. This is meant for comparing plans.
     """
@@ -123,12 +123,12 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
 
 
 def _patience_s(job: TrainJob) -> float:
-    """The timeout of waits that have none of their own: while one rank tunes, the others wait for it."""
+    """Return the timeout of waits that have none of their own: while one rank tunes, the others wait for it."""
     return job.timeout_s + 2.0 * (job.tune_s or 0.0)
 
 
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
-    """The whole run of one rank; the first rank of all returns the result."""
+    """Run one rank's part of a job; only the first rank of all returns the result."""
     with StopRequest() as stop, contextlib.closing(_prepare(seat, job, *worlds(seat, job))) as run:
         for _ in run.steps(stop):
             pass
@@ -136,7 +136,7 @@ def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
 
 
 def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[TrainResult] | None:
-    """One rank's part of all runs."""
+    """Run one rank's part of all jobs; only the first rank of all returns the results."""
     shared = worlds(seat, jobs[0])
     with contextlib.ExitStack() as stack:
         runs: list[_Run] = []
@@ -151,7 +151,7 @@ def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[Tr
 
 
 def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone) -> _Run:
-    """Measure, find the plan, build this rank's layers, and load what was saved."""
+    """Measure, make the plan, build this rank's layers, and load the checkpoint to resume from."""
     work = workload_of(job)
     device = work.place(seat.local_rank)
     profile = None if job.profile is None else job.profile.checkpointing(work.checkpointed)
@@ -160,7 +160,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         with moment("while layers and links were measured"), told(_patience_s(job)):
             heard = lambda doing, _: seat.tell(Phase(text=f"measuring layers and links: {doing}"))  # noqa: E731
             profile = profile_workload(work, world, repeats=8, warm_up=2, tell=heard)
-        # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
+        # Such a short measurement cannot tell a slow rank from a busy moment, so ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
@@ -217,10 +217,10 @@ class _Run:
             self._adapter = Adapter(profile, threshold=job.adapt_gain, budget_s=job.adapt_s, seed=job.seed)
         self.optimizer = optimizer_of(job, pipe)
         self.seen = 0
-        """Samples trained on, by all pipelines."""
+        """The number of samples trained on, by all pipelines."""
         self.saved: str | None = None
         self.notices: list[str] = []
-        """What the user must hear, as far as this rank knows."""
+        """The notices that this rank has sent to the user."""
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._numbers = sequence_numbers(job.lengths, job.groups)
@@ -233,21 +233,21 @@ class _Run:
             None if job.eval_data is None else open_source(job.eval_data, job.reading, **sizes, shuffle=False)
         )
         self._data_begins = 0
-        """How many samples had been seen when this data began."""
+        """The number of samples that had been seen when this data began."""
         self._rate = job.learning_rate
         self._norm: Tensor | None = None
         self._progress = Progress(job, one_clock=len({*pipe.world.gather(socket.gethostname())}) == 1)
-        # A GPU would wait for the host at every report.
+        # On a GPU, every report makes the device wait for the host.
         self._every = job.log_every or (1 if job.device == "cpu" else max(1, job.steps // 100))
         self.first = self.resume() if job.resume or self._has_begun() else 1
 
     def close(self) -> None:
-        if self._saving is not None:  # the run broke off: what is written stays incomplete, and is named so
+        if self._saving is not None:  # the run was interrupted: the partial checkpoint remains under its partial name
             self._saving.wait()
         self.pipe.close()
 
     def result(self) -> TrainResult | None:
-        """The result, on the first rank; the other ranks take part in gathering its timeline."""
+        """Return the result, on the first rank; the other ranks take part in gathering its timeline."""
         job, plan, profile = self.job, self.pipe.plan, self.profile
         measured = self.pipe.timeline() if job.timeline and self.reports else None
         if self.seat.rank:
@@ -268,14 +268,14 @@ class _Run:
         )
 
     def _has_begun(self) -> bool:
-        """Whether an elastic run finds checkpoints of its own, as seen by its first rank."""
+        """Return whether an elastic run finds checkpoints of its own, as seen by its first rank."""
         job = self.job
         if not job.elastic or job.checkpoint is None:
             return False
         return bool(self._everyone.first(latest(job.checkpoint) is not None if self.seat.rank == 0 else None))
 
     def resume(self) -> int:
-        """Load the newest valid checkpoint, or the one asked for; returns the step to continue with."""
+        """Load the newest valid checkpoint, or the requested one; returns the step to continue with."""
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
@@ -367,18 +367,18 @@ class _Run:
         )
 
     def _position(self) -> dict[str, int]:
-        """The position of the run in its data: completed passes, samples of the present pass, and where the data
+        """Return the position of the run in its data: completed passes, samples of the present pass, and where the data
         began."""
         number = self.seen - self._data_begins
         laps, at = divmod(number, self._source.windows) if isinstance(self._source, Windows) else (0, number)
         return {"epoch": laps, "position": at, "begins": self._data_begins}
 
     def _finish_saving(self, *, at_once: bool) -> None:
-        """Make a checkpoint visible once all ranks have written it; report what went wrong with it."""
+        """Make a checkpoint visible once all ranks have written it, and report its errors."""
         saving = self._saving
         if saving is None:
             return
-        # One that failed on a rank is finished, too: its error is every rank's.
+        # A checkpoint that failed on a rank is finished as well, which raises its error on every rank.
         if not at_once and self._everyone.most(saving.state(), self.job.timeout_s) == Saving.WRITING:
             return
         self._saving = None
@@ -390,7 +390,7 @@ class _Run:
             )
 
     def _adapt(self, step: int) -> None:
-        """Correct the costs by the latest step; switch plans if that is worthwhile."""
+        """Correct the costs by the latest step, and switch plans if that is worthwhile."""
         adapter = self._adapter
         if adapter is None:
             return

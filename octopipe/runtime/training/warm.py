@@ -16,9 +16,9 @@ from octopipe.search.systems import build_plan
 from octopipe.simulation.lowering import lower
 
 load_compiler()
-with contextlib.suppress(Exception):  # a rank that has to load them itself says what is wrong
+with contextlib.suppress(Exception):  # a rank that then has to load them itself reports the error
     _costs = CostTable.uniform(num_layers=2, p2p_ms=0.1)
     lower(build_plan("1f1b", _costs, 2, 2), _costs)
-# What is loaded by now stays. A rank that searched it for cycles would take a third of a second each time, and would
-# copy all the memory that it shares with the server.
+# Loaded objects are never freed. A rank whose garbage collector searched them would take a third of a second each
+# time, and would copy all the memory that it shares with the server.
 gc.freeze()

@@ -52,24 +52,25 @@ from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
 
 Array = NDArray[np.float64]
 _MAX_STEPS = 6e6
-"""Of one round of dealing (about fourteen rounds are made); beyond it the loads bound is the work bound."""
+"""The most steps of one round of dealing (about fourteen rounds are made); beyond it the loads bound is the work
+bound."""
 
 
 class PlanClass(NamedTuple):
-    """Which plans a bound or an optimum speaks of."""
+    """The class of plans to which a bound or an optimum applies."""
 
     recompute: bool = True
-    """They may recompute activations."""
+    """Plans may recompute activations."""
     copies: bool = False
-    """They may hold layers on several ranks."""
+    """Plans may hold layers on several ranks."""
     cuts_head: bool = False
-    """They may cut the head, and with it the embedding, by vocabulary."""
+    """Plans may cut the head, and with it the embedding, by vocabulary."""
     offloads: bool = False
-    """Their activations may lie in host memory."""
+    """Plans may keep activations in host memory."""
 
     @property
     def words(self) -> str:
-        """`plans that hold each layer once and recompute nothing`."""
+        """The class in words, such as `plans that hold each layer once and recompute nothing`."""
         held = "may hold layers on several ranks" if self.copies else "hold each layer once"
         cut = "may cut the head, " if self.cuts_head else ""
         moved = " and use host memory" if self.offloads else ""
@@ -81,7 +82,7 @@ class PlanClass(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One argument and what it proves."""
+    """The name of an argument and the step time that it proves to be the least."""
 
     name: str
     ms: float
@@ -96,10 +97,10 @@ def bounds(
     cuts_head: bool = False,
     offloads: bool = False,
 ) -> tuple[Bound, ...]:
-    """Every bound on plans of this class, the strongest first."""
+    """Return every bound on plans of this class, the strongest first."""
     if costs.graph is not None:
         return _along_graph(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)
-    if offloads:  # what lies in host memory limits nothing
+    if offloads:  # activations in host memory are not limited
         nothing = np.zeros(costs.num_layers)
         costs = costs.replace(activation_bytes=nothing, stash_bytes=nothing)
     if cuts_head:
@@ -118,8 +119,8 @@ def bounds(
 
 
 def _along_graph(costs: CostTable, num_ranks: int, num_micro_batches: int, *plans: bool) -> tuple[Bound, ...]:
-    """Without the layers beside one path, a plan is a plan for that path's chain, and no slower. Where ops exchange
-    tokens, each lane alone is a model whose ops cannot overlap."""
+    """Return the bounds for layers that fork and join. A plan without the layers beside one path is a plan for that
+    path's chain, and no slower. Where ops exchange tokens, each lane alone is a model whose ops cannot overlap."""
     assert costs.graph is not None
     found: list[tuple[Bound, ...]] = []
     for lane in lanes_of(costs):
@@ -131,12 +132,12 @@ def _along_graph(costs: CostTable, num_ranks: int, num_micro_batches: int, *plan
 
 
 def lanes_of(costs: CostTable) -> list[CostTable]:
-    """The costs of every lane of a rank alone; where nothing is exchanged, the costs themselves."""
+    """Return the costs of each lane of a rank alone; if nothing is exchanged, the costs themselves."""
     found = costs.segments
     if found is None or not found.any_exchange:
         return [costs]
     forward, inward = (found.share(kind, "exchange") for kind in "FI")
-    # A part beside an exchange makes shares add up to more than 1; what is left of 1 is never more than the compute.
+    # Compute beside an exchange makes the shares add up to more than 1; capping a share at 1 keeps the bound valid.
     compute = {
         "forward_ms": costs.forward_ms * np.minimum(found.share("F", "compute"), 1.0),
         "input_ms": costs.input_ms * np.minimum(found.share("I", "compute"), 1.0),
@@ -159,12 +160,12 @@ def lower_bound(
     cuts_head: bool = False,
     offloads: bool = False,
 ) -> Bound:
-    """The strongest bound on plans of this class (the fields of `PlanClass`), with its name."""
+    """Return the strongest bound on plans of this class (the fields of `PlanClass`), with its name."""
     return bounds(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)[0]
 
 
 def lower_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """The strongest bound on plans that hold each layer once."""
+    """Return the strongest bound on plans that hold each layer once."""
     return lower_bound(costs, num_ranks, num_micro_batches).ms
 
 
@@ -177,14 +178,15 @@ def _ordered(found: list[Bound]) -> tuple[Bound, ...]:
 
 
 def _cap_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """With a rank unused the slowest one is left out at best."""
+    """Return the work bound of one rank fewer; at best the slowest rank is the one left out."""
     return _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[: num_ranks - 1])
 
 
 def _single(
     costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool, lane: CostTable | None = None
 ) -> list[Bound]:
-    """All arguments; `lane` has the times that occupy the rank, `costs` those that a micro-batch takes."""
+    """Return the bounds of all arguments. `lane` has the times that occupy the rank, `costs` those that a micro-batch
+    takes."""
     lane = costs if lane is None else lane
     setting, busy = (costs, num_ranks, num_micro_batches), (lane, num_ranks, num_micro_batches)
     work, cap = _work(*busy), _cap_ms(*busy)
@@ -201,12 +203,13 @@ def _single(
 
 
 def work_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """Total work over total speed."""
+    """Return the total work divided by the speed of all ranks together."""
     return _work_over(costs, num_micro_batches, _slow(costs, num_ranks))
 
 
 def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
-    """max over layers l of: forward chain before l + every F_l and I_l + input-gradient chain after it."""
+    """Return the maximum over layers l of: forward chain before l + every F_l and I_l + input-gradient chain after
+    it."""
     lane = costs if lane is None else lane
     fastest = min(_slow(costs, num_ranks))
     size = _sizes(costs, num_micro_batches)
@@ -227,14 +230,14 @@ def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lan
 
 
 def heads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
-    """Work plus the mean time until the ranks are first reached (all ranks used)."""
+    """Return the work plus the mean time until the ranks are first reached (all ranks used)."""
     rates = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
     work = float(_layer_work(costs if lane is None else lane, num_micro_batches).sum())
     return float((work + (rates * _heads(costs, num_ranks)).sum()) / rates.sum())
 
 
 def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> float:
-    """Work plus the idle time that the start-up forces (all ranks used)."""
+    """Return the work plus the idle time that the start-up forces (all ranks used)."""
     # The fastest ranks may be the first to be reached: pairing large rates with small heads idles least.
     rates = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
     work = float(_layer_work(costs, num_micro_batches).sum())
@@ -243,9 +246,9 @@ def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, reco
 
 
 def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
-    """The smallest T for which whole layers can be dealt out so that no rank's head + work exceeds T.
+    """Return the smallest T for which whole layers can be dealt out so that no rank's head + work exceeds T.
 
-    Ranks of different speed: without heads, since which rank is reached when is not known.
+    If ranks differ in speed, heads are left out, since it is not known which rank is reached when.
     """
     lane = costs if lane is None else lane
     slow = _slow(costs, num_ranks)
@@ -254,7 +257,7 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lan
     work = _layer_work(lane, num_micro_batches)
     kinds, kind_of, counts = np.unique(np.round(work, 9), return_inverse=True, return_counts=True)
     first = int(kind_of[0]) if even else -1
-    if kinds[0] <= 0:  # layers without work are dealt to anybody
+    if kinds[0] <= 0:  # layers without work fit on any rank
         kinds, counts, first = kinds[1:], counts[1:], max(first - 1, -1)
     floor = work_bound_ms(lane, num_ranks, num_micro_batches)
     if kinds.size == 0:
@@ -277,11 +280,12 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lan
 
 
 def copied_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> Bound:
-    """The bound on plans that may hold layers on several ranks.
+    """Return the bound on plans that may hold layers on several ranks.
 
     A plan that copies layer l ends with the reduction of its gradients, which waits for all its weight gradients: it
-    takes t(l) at least. Let layers be numbered by t. For any k: a plan that copies none but the first k takes at least
-    what holds for such plans; any other takes at least t(k + 1), and what holds for plans that may copy all.
+    takes at least t(l). Let layers be numbered by t. For any k, a plan that copies none but the first k layers takes at
+    least the bound for such plans. Any other plan takes at least t(k + 1), and the bound for plans that may copy all
+    layers.
     """
     most = _most_copies(costs, num_ranks)
     ends = _copied_ms(costs, num_ranks, num_micro_batches, most)
@@ -292,7 +296,7 @@ def copied_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recom
         copies[order[:k]] = most[order[:k]]
         return copies
 
-    # What holds with the first k copied grows weaker with k, and t(k) stronger: `low` is the last k before they cross.
+    # The bound with the first k layers copied falls with k, and t(k) rises: `low` is the last k before they cross.
     low, high = 0, len(order) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -310,7 +314,8 @@ def copied_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recom
 
 
 def _most_copies(costs: CostTable, num_ranks: int) -> NDArray[np.int64]:
-    """On how many ranks each layer may lie: all memory, less everything once, over the layer's static bytes."""
+    """Return on how many ranks each layer can be held: once, and as many further times as its static bytes fit into the
+    memory of all ranks that remains if every layer is held once."""
     room = costs.free_bytes(num_ranks)
     with np.errstate(divide="ignore", invalid="ignore"):
         extra = np.where(costs.static_bytes > 0, np.floor(room / costs.static_bytes * (1 + 1e-9)), np.inf)
@@ -318,14 +323,15 @@ def _most_copies(costs: CostTable, num_ranks: int) -> NDArray[np.int64]:
 
 
 def _share(costs: CostTable, num_micro_batches: int, copies: NDArray[np.int64]) -> Array:
-    """Of every layer the least that its busiest rank has of the micro-batches (in average ones)."""
+    """Return, per layer, the fewest micro-batches (in average ones) that the busiest of its ranks can have."""
     if costs.micro_batch_factor is None:
         return np.ceil(num_micro_batches / copies)
     return np.asarray(_sizes(costs, num_micro_batches).sum(axis=0) / copies)
 
 
 def _copied_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, most: NDArray[np.int64]) -> Array:
-    """No plan that holds the layer on two ranks or more is faster: all its weight gradients, then their reduction."""
+    """Return, per layer, the least step time of a plan that holds the layer on two or more ranks: the time until all
+    its weight gradients are there, plus their reduction."""
     fastest, least = min(_slow(costs, num_ranks)), _sizes(costs, num_micro_batches).min(axis=0)
     forward, inward = least * costs.forward_ms, least * costs.input_ms
     lead = np.concatenate(([0.0], np.cumsum(forward)[:-1]))
@@ -340,7 +346,7 @@ def _shared(
     costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool, copies: NDArray[np.int64],
     *, ramp: bool = True,
 ) -> Bound:  # fmt: skip
-    """The arguments for plans that hold layer l on at most copies[l] ranks."""
+    """Return the strongest bound on plans that hold layer l on at most copies[l] ranks."""
     slow, least = _slow(costs, num_ranks), _sizes(costs, num_micro_batches).min(axis=0)
     forward, inward = least * costs.forward_ms, least * costs.input_ms
     lead, tail = (np.concatenate(([0.0], np.cumsum(x)[:-1])) for x in (forward, inward))
@@ -360,8 +366,8 @@ def _shared(
 
 
 def _shared_heads(costs: CostTable, num_ranks: int, copies: NDArray[np.int64]) -> Array:
-    """Idle time of the j-th rank that is reached: at most sum over l <= k of copies[l] ranks hold a layer up to k, and
-    no more than there is memory for copies of these."""
+    """Return the least idle time before the j-th rank is reached. At most sum over l <= k of copies[l] ranks hold a
+    layer up to k, and no more than there is memory for copies of these."""
     room = costs.free_bytes(num_ranks)
     before = min(_slow(costs, num_ranks)) * np.concatenate(([0.0], np.cumsum(_least_forward(costs))))
     hop = _hop_ms(costs, num_ranks)
@@ -391,7 +397,7 @@ def _sizes(costs: CostTable, num_micro_batches: int) -> Array:
 
 
 def _layer_work(costs: CostTable, num_micro_batches: int) -> Array:
-    """All the work of each layer in one step, on a rank of speed 1."""
+    """Return all the work of each layer in one step, on a rank of speed 1."""
     return _sizes(costs, num_micro_batches).sum(axis=0) * costs.layer_ms + costs.optimizer_ms
 
 
@@ -401,7 +407,7 @@ def _work_over(costs: CostTable, num_micro_batches: int, slow: list[float]) -> f
 
 
 def _hop_ms(costs: CostTable, num_ranks: int) -> float:
-    """No transfer between two of the ranks is shorter."""
+    """Return the time of the shortest transfer between two of the ranks; 0 if there is none."""
     links = [costs.network.link(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     if not links or costs.num_layers < 2:
         return 0.0
@@ -419,6 +425,6 @@ def _least_forward(costs: CostTable) -> Array:
 
 
 def _heads(costs: CostTable, num_ranks: int) -> Array:
-    """Idle time of the j-th rank that the chain reaches, before it is reached."""
+    """Return how long the j-th rank that the chain reaches is idle at least before it is reached."""
     before = np.concatenate(([0.0], np.cumsum(_least_forward(costs))))[:num_ranks]
     return min(_slow(costs, num_ranks)) * before + np.arange(num_ranks) * _hop_ms(costs, num_ranks)

@@ -18,7 +18,7 @@ TIMES = ("forward_ms", "input_ms", "weight_ms")
 
 
 def with_cut_ends(costs: CostTable, num_ranks: int) -> CostTable:
-    """The model of which one shard of the head and one of the embedding are left."""
+    """Return the costs of the model that has only one shard of the head and one of the embedding."""
     changed: dict[str, object] = {}
     for name in PER_LAYER:
         values = getattr(costs, name).copy()
@@ -33,7 +33,7 @@ def with_cut_ends(costs: CostTable, num_ranks: int) -> CostTable:
 
 
 def with_least_work(costs: CostTable) -> CostTable:
-    """The model whose cut layers take no more than all of their shards together."""
+    """Return the costs of the model whose cut layers take no longer than all of their shards together."""
     changed = {name: getattr(costs, name).copy() for name in TIMES}
     for one in costs.shard_times:
         for name, part in zip(TIMES, one.least_sum(), strict=True):

@@ -15,15 +15,15 @@ Array = NDArray[np.float64]
 
 
 def steps_of(counts: NDArray[np.int64]) -> float:
-    """How many steps one call of `dealable` takes at most."""
+    """Return the most steps that one call of `dealable` takes."""
     return float(np.prod(counts + 1.0)) * counts.size
 
 
 def dealable(
     limit: float, heads: Array, slow: list[float], kinds: Array, counts: NDArray[np.int64], first: int
 ) -> bool:
-    """Can all layers be dealt to the ranks within `limit`? `first` is the kind of layer 0, which the rank that is
-    reached first holds (-1: not known which that is)."""
+    """Return whether all layers can be dealt to the ranks so that each stays within `limit`. `first` is the kind of
+    layer 0, which must lie on the rank that is reached first; -1 if any rank may hold it."""
     rooms = (limit - heads) / np.array(slow)
     if first >= 0 and kinds[first] > rooms[0] + 1e-9:
         return False
@@ -33,8 +33,11 @@ def dealable(
 
 @njit
 def _dealable(rooms, kinds, counts, strides, first):  # type: ignore[no-untyped-def]
-    """Ranks are filled one after another. A state says how many layers of every kind are dealt; of all ways to reach
-    it, the one that has come to the earliest rank, and there to the smallest load, allows whatever the others allow.
+    """Fill the ranks one after another, by dynamic programming.
+
+    A state is how many layers of every kind have been dealt. Of all ways to reach a state, only the best is kept: the
+    one that has come to the earliest rank, and among these the one with the smallest load there. It can be continued in
+    every way in which the others can.
     """
     ranks = rooms.size
     states = 1

@@ -1,9 +1,9 @@
-"""How much can have been done by a given time: a lower bound from a pipeline's start-up, the memory limit included.
+"""How much work can have been done by a given time: a lower bound from the start-up, the memory limit included.
 
 Knows: earliest times of every op and how much work any schedule can have behind it at a time. Does not know: plans.
 
 At the start there is little to do: the first gradient waits for the whole forward chain, and until gradients flow only
-F can run, each of which takes memory. What ranks cannot do by time u they idle; T >= u + (work left at u) / ranks.
+F can run, each of which takes memory. Ranks idle while there is nothing to do; T >= u + (work left at u) / ranks.
 
 *Tokens.* Let token j be the j-th run of every op of the chain F(0) .. F(L-1), I(L-1) .. I(0). If op i has run j times,
 so has op i-1: token j has passed a prefix of the chain (and may be inside the op after it). W of layer l may follow
@@ -41,17 +41,19 @@ from octopipe.costs.table import CostTable
 Array = NDArray[np.float64]
 _TIMES, _FINER, _PRICES = 80, 24, 32
 _LARGE = 30_000
-"""Tokens times ops beyond which fewer times and prices are tried: a weaker bound, in time."""
+"""Above this product of tokens and ops, fewer times and prices are tried. The bound is then weaker but takes less
+time."""
 
 
 class Ramp:
-    """Earliest times and most work of one setting. Times are those of the fastest rank."""
+    """The earliest start of every op, and the most work that can be done by a given time, for one table of costs and
+    one number of ranks and micro-batches. Times are those of the fastest rank."""
 
     def __init__(
         self, costs: CostTable, num_ranks: int, num_micro_batches: int, hop_ms: float, recompute: bool,
         copies: NDArray[np.int64] | None = None,
     ) -> None:  # fmt: skip
-        """`copies`: the most ranks that may hold each layer; left out: one, and all ranks are used in turn."""
+        """`copies`: the most ranks that may hold each layer. None: one, and the chain passes through all ranks."""
         self.costs, self.num_ranks, self.recompute = costs, num_ranks, recompute
         self.copies = np.ones(costs.num_layers, np.int64) if copies is None else copies
         self.fast = min(costs.slowdown(r) for r in range(num_ranks))
@@ -66,19 +68,20 @@ class Ramp:
         room = costs.free_bytes(num_ranks)
         large = self.start.size > _LARGE
         self.times, self.prices = (_TIMES // 2, _PRICES // 3) if large else (_TIMES, _PRICES)
-        # Micro-batches of different sizes hold different memory; the argument is not made for them.
+        # Micro-batches of different sizes hold different memory; the argument does not cover them.
         known = factor is None and room > 0 and not (recompute and copies is not None)
         self.room_bytes = room if known else np.inf
         self.arrays = (
             self.start, self.forward, self.input, self.fast * self.least * costs.weight_ms,
             self.most * costs.forward_ms, self.most * costs.input_ms, self.most * costs.weight_ms,
-            # What a forward inside I brings back for W is left out: less memory, so the bound stays one.
+            # What a forward inside I restores for W is not counted: with less memory, the bound remains valid.
             costs.activation_bytes, np.minimum(costs.stash_bytes, costs.activation_bytes),
         )  # fmt: skip
-        """What the kernels below take."""
+        """The arguments of the kernels below."""
 
     def most_done(self, until_ms: float, room_bytes: float) -> float:
-        """No schedule has done more work by then (in ms of a rank of speed 1)."""
+        """Return an upper bound on the work (in ms of a rank of speed 1) that any schedule has done by `until_ms`, if
+        all ranks together have `room_bytes` for activations."""
         costs, arrays = self.costs, self.arrays
         done = min(_per_layer(until_ms, self.fast, self.copies, *arrays[:7]), _tokens(until_ms, 0.0, False, *arrays))
         if not np.isfinite(room_bytes):
@@ -96,7 +99,8 @@ class Ramp:
         return float(min(done, values[k], fine.min()))
 
     def bound_ms(self, work_ms: float, rates: Array, heads: Array) -> float:
-        """T from the best time to look: `heads` are the ranks' least times until they are reached, `rates` speeds."""
+        """Return the bound on the step time from the instant that gives the largest one. `heads` are the least times
+        until ranks are reached, `rates` the ranks' speeds."""
         speed = float(rates.sum())
         plain = (work_ms + self._most_idle(rates, heads, np.inf)) / speed
         if not np.isfinite(self.room_bytes):
@@ -124,19 +128,19 @@ class Ramp:
 
 
 def _powers_of_e(values: Array) -> Array:
-    """The same on every processor; the last digit of np.exp of an array is not."""
+    """Return e to the power of each value, the same on every processor; the last digit of np.exp of an array is not."""
     return np.array([math.exp(value) for value in values])
 
 
 def _hops(num_layers: int, num_ranks: int) -> Array:
-    """Transfers a token has behind it when it reaches each layer, if all ranks are used: at most as many ranks first
-    appear afterwards as there are layers."""
+    """Return how many transfers a token has passed at least when it reaches each layer, if all ranks are used: at most
+    as many ranks first appear after a layer as there are layers after it."""
     behind = num_layers - 1 - np.arange(num_layers)
     return np.maximum(num_ranks - 1 - behind, 0).astype(np.float64)
 
 
 def earliest_starts(forward: Array, inward: Array, num_tokens: int, hop_ms: Array, copies: NDArray[np.int64]) -> Array:
-    """[op of the chain, token]: no earlier does the token start the op."""
+    """Return, for [op of the chain, token], a time before which the token cannot start the op."""
     layers, j = forward.size, np.arange(num_tokens)
     start = np.empty((2 * layers, num_tokens))
     ready = np.zeros(num_tokens)
@@ -156,7 +160,7 @@ def earliest_starts(forward: Array, inward: Array, num_tokens: int, hop_ms: Arra
 
 
 def _in_turn(ready: Array, took: float, ranks: int) -> Array:
-    """start[j] = max(ready[j], start[j - ranks] + took, start[j - 1]), for all j at once."""
+    """Return start[j] = max(ready[j], start[j - ranks] + took, start[j - 1]), for all j at once."""
     turn = np.empty_like(ready)
     for k in range(min(ranks, ready.size)):
         lag = took * np.arange(ready[k::ranks].size)
@@ -166,7 +170,8 @@ def _in_turn(ready: Array, took: float, ranks: int) -> Array:
 
 @njit
 def _per_layer(until, slow, copies, start, f_took, i_took, w_took, f_work, i_work, w_work):  # type: ignore[no-untyped-def]
-    """Work by `until`, memory aside; a layer does no more than fits between its first start and then, on its ranks."""
+    """Return the most work done by `until` without regard to memory. A layer does no more than fits between its first
+    start and `until` on the ranks that hold it."""
     layers, tokens = f_took.size, start.shape[1]
     total = 0.0
     for l in range(layers):
@@ -184,7 +189,7 @@ def _per_layer(until, slow, copies, start, f_took, i_took, w_took, f_work, i_wor
 def _tokens(  # type: ignore[no-untyped-def]
     until, price, drop, start, f_took, i_took, w_took, f_work, i_work, w_work, activation, stash
 ):
-    """Sum over tokens of the most (work - price * bytes) that a prefix of the chain can give by `until`."""
+    """Return the sum over tokens of the most (work - price * bytes) that a prefix of the chain can give by `until`."""
     layers, tokens = f_took.size, start.shape[1]
     total = 0.0
     for j in range(tokens):
@@ -231,7 +236,7 @@ def _tokens(  # type: ignore[no-untyped-def]
 def _priced(  # type: ignore[no-untyped-def]
     until, prices, room, drop, start, f_took, i_took, w_took, f_work, i_work, w_work, activation, stash
 ):
-    """For every price of a byte: no more than this is done by `until` in so much room."""
+    """Return, for every price of a byte, an upper bound on the work done by `until` with `room` bytes."""
     most = np.empty(prices.size)
     for k in range(prices.size):
         most[k] = prices[k] * room + _tokens(

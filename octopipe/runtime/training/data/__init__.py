@@ -1,4 +1,4 @@
-"""Training data: one file per kind of source, each exposed as numbered samples of seq + 1 tokens.
+"""Training data: one file per kind of source, each read as numbered samples of seq + 1 tokens.
 
 | file | holds |
 |---|---|

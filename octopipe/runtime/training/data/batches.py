@@ -30,7 +30,7 @@ __all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "mi
 def micro_batches(
     source: Source, first: int, count: int, size: int, items: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Inputs and targets of `count` micro-batches of `size` samples, beginning with sample `first`.
+    """Return inputs and targets of `count` micro-batches of `size` samples, beginning with sample `first`.
 
     Without marks, both are tensors. With marks, a target is a dict of `labels` and `items` (see the module), and an
     input is a dict with `position_ids` if documents are masked from each other.
@@ -56,7 +56,7 @@ def micro_batches(
 
 
 def counted_targets(source: Source, first: int, count: int) -> int | None:
-    """The number of targets that count in `count` samples; None for a source without marks."""
+    """Return the number of targets that count in `count` samples; None for a source without marks."""
     total = 0
     for number in range(first, first + count):
         marks = source.marks(number)
@@ -69,7 +69,7 @@ def counted_targets(source: Source, first: int, count: int) -> int | None:
 def length_micro_batches(
     source: Source, first: int, numbers: Sequence[Sequence[int]], lengths: Sequence[int], dp: int
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Inputs, and (targets, weight), of micro-batches of sequences of different length.
+    """Return inputs, and (targets, weight), of micro-batches of sequences of different length.
 
     Sequence i of the step is sample `first + i`, cut to its length. Shorter sequences are padded at the end, where no
     causal layer sees the padding. With the weights, the mean over micro-batches and pipelines of the micro-batches'
@@ -103,7 +103,7 @@ class StepLoss:
         self._loss, self._shifted = loss, shifted
 
     def of_shards(self) -> StepLossOfShards:
-        """The same loss, computed from the shards of a split head."""
+        """Return the same loss, computed from the shards of a split head."""
         return StepLossOfShards(cut_loss(self._loss), shifted=self._shifted)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -114,7 +114,7 @@ class StepLoss:
             return value * target[1].to(value.dtype)
         labels, items = target["labels"], target["items"]
         if self._shifted:
-            # An evaluation is about tokens alone: what balances routers is part of training.
+            # An evaluation is about tokens alone: the loss that balances routers is part of training.
             if target.get("tokens_alone") and getattr(self._loss, "in_training_alone", False):
                 return output.new_zeros(())
             output = output[0] if target.get("tokens_alone") and isinstance(output, tuple) else output
@@ -124,7 +124,7 @@ class StepLoss:
 
 
 def step_loss(loss: Callable[..., Tensor] | PathLosses, *, shifted: bool) -> StepLoss | PathLosses:
-    """The loss of a run: a `StepLoss` for every layer that ends a path."""
+    """Return the loss of a run: a `StepLoss` for every layer that ends a path."""
     if isinstance(loss, PathLosses):
         return loss.each(lambda one: StepLoss(one, shifted=shifted))
     return StepLoss(loss, shifted=shifted)

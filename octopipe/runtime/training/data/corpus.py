@@ -22,9 +22,10 @@ from octopipe.runtime.training.data.source import Marks, Tokens, shuffled
 
 Row = NDArray[np.integer[Any]]
 PIECE = 1 << 20
-"""Tokens looked at in one go."""
+"""The number of tokens that are checked at a time."""
 MOST_PIECES = 256
-"""Larger corpora are looked at in so many pieces, spread evenly; every sample is checked again as it is read."""
+"""The most pieces that are checked. In larger corpora they are spread evenly; every sample is checked again when it is
+read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +38,23 @@ class Corpus:
     tokens: Row
     """Integers of any width, mapped from a file."""
     starts: NDArray[np.int64] | None = None
-    """The first token of every document; None where documents are not known."""
+    """The first token of every document; None if documents are not known."""
     counted: NDArray[np.uint8] | None = None
-    """Of every token: whether predicting it counts; None: every one does."""
+    """For every token, whether its prediction counts in the loss; None: all of them do."""
     whole: bool = False
-    """Documents are not cut over samples."""
+    """Whether documents are not cut over samples."""
     places: str = "position"
     """What an error line calls the number of a token."""
     notes: tuple[str, ...] = ()
-    """What a reader of the run's first lines should know."""
+    """Notes for the first lines of a run's output."""
 
     @property
     def num_documents(self) -> int | None:
         return None if self.starts is None else int(self.starts.size)
 
     def fingerprint(self) -> str:
-        """A digest of the type, the size and pieces spread over the whole corpus: equal for a copy of the file with
-        another name."""
+        """Return a digest of the type, the size and pieces spread over the whole corpus: equal for a copy of the file
+        with another name."""
         digest = hashlib.sha256(f"{self.tokens.dtype.str} {self.tokens.shape[0]}".encode())
         for first in spread(self.tokens.shape[0], 1 << 15, 32):
             digest.update(np.ascontiguousarray(self.tokens[first : first + (1 << 15)]).tobytes())
@@ -77,7 +78,7 @@ class Corpus:
             )
 
     def place(self, token: int) -> str:
-        """The position of a token in the terms of the file's format."""
+        """Return the position of a token in the terms of the file's format."""
         if self.starts is None or self.places == "position":
             return f"position {token}"
         document = int(np.searchsorted(self.starts, token, "right")) - 1
@@ -85,14 +86,15 @@ class Corpus:
 
 
 def spread(size: int, piece: int, most: int) -> range | list[int]:
-    """The starts of pieces: of all of them, or of some from the first to the last."""
+    """Return the starts of pieces: of all of them, or of at most `most` of them, evenly spread from the first to the
+    last."""
     if size <= piece * most:
         return range(0, size, piece)
     return sorted({round(k * (size - piece) / (most - 1)) for k in range(most)})
 
 
 class Windows:
-    """The samples of a corpus. Every pass over them has another order, which depends only on the seed.
+    """The samples of a corpus. Every pass over them has another order, which depends only on the seed and the pass.
 
     `apart`: documents of one sample are masked from each other, and no document's first token is a target.
     """
@@ -123,7 +125,7 @@ class Windows:
             )
 
     def _targets_before(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of tokens before each of these that count as targets."""
+        """Return, for each of these positions, the number of tokens before it that count as targets."""
         corpus = self.corpus
         if corpus.counted is None:
             assert corpus.starts is not None
@@ -134,7 +136,7 @@ class Windows:
         return np.concatenate([[0], np.cumsum(good, dtype=np.int64)])[tokens]
 
     def _window(self, number: int) -> tuple[int, int]:
-        """The first token and the length of a sample."""
+        """Return the first token and the length of a sample."""
         lap, at = divmod(number, self.windows)
         k = shuffled(at, self.windows, self.seed + lap) if self._shuffle else at
         return int(self._first[k]), self.seq + 1 if self._length is None else int(self._length[k])
@@ -190,8 +192,8 @@ def _stream(corpus: Corpus, seq: int) -> NDArray[np.int64]:
 
 
 def _whole_documents(corpus: Corpus, seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Put neighbouring documents into one window as long as they fit; also returns how many documents are longer than a
-    window and are cut."""
+    """Put neighbouring documents into one window as long as they fit. Returns the windows' first tokens and lengths,
+    and how many documents are longer than a window and are cut."""
     assert corpus.starts is not None
     edges = [*corpus.starts.tolist(), int(corpus.tokens.shape[0])]
     firsts: list[int] = []

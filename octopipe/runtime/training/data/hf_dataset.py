@@ -20,7 +20,7 @@ from octopipe.runtime.training.data.source import IGNORED
 from octopipe.runtime.training.data.tokenizer import INSTALL, Tokenizer
 
 ROWS = 1000
-"""Taken from the dataset at once."""
+"""The number of rows that are read from the dataset at a time."""
 
 
 def is_dataset(path: str | os.PathLike[str]) -> bool:
@@ -31,7 +31,7 @@ def is_dataset(path: str | os.PathLike[str]) -> bool:
 
 
 def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
-    """The columns to read; raises an error for a folder that is not a dataset. Reads no rows."""
+    """Return the columns to read; raises an error for a folder that is not a dataset. Reads no rows."""
     home, where = Path(path), shown(path)
     if (home / "dataset_dict.json").is_file():
         splits = sorted(p.name for p in home.iterdir() if p.is_dir())
@@ -48,7 +48,7 @@ def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
 
 
 def read_dataset(path: str | os.PathLike[str], tokenizer: Tokenizer | None, *, key: str, tell: Tell) -> Corpus:
-    """The rows of the dataset as documents; a tokenizer is needed if it contains only text."""
+    """Return the rows of the dataset as documents; a tokenizer is needed if it contains only text."""
     fields, where = look(path, key), shown(path)
     rows = _loaded(path)
     by_ids = fields[0] == "input_ids"
@@ -77,7 +77,7 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: Tokenizer | None, *, k
 
 
 def _ready(rows: Any, fields: tuple[str, ...], where: str) -> Iterator[Document]:
-    """Rows that already contain ids; labels of -100 do not count."""
+    """Yield rows that already contain ids; labels of -100 do not count."""
     for number, row in _numbered(rows, fields):
         ids = row["input_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -113,6 +113,6 @@ def _loaded(path: str | os.PathLike[str]) -> Any:
         raise OctoPipeError(f"{shown(path)}: reading it needs the datasets library: {INSTALL}") from None
     try:
         return datasets.load_from_disk(str(path))
-    except Exception as error:  # the library's and Arrow's own kinds
+    except Exception as error:  # the library and Arrow have exceptions of their own
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(f"{shown(path)}: datasets cannot load it ({why}); save it again") from None

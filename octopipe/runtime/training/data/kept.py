@@ -6,7 +6,7 @@ Does not know: where documents come from (`text.py`, `hf_dataset.py`). Imports n
     CACHE/data/KEY/tokens.bin   ids (uint16 or int32)
     CACHE/data/KEY/lengths.npy  tokens of every document
     CACHE/data/KEY/counted.npy  whether predicting a token counts, where that differs
-    CACHE/data/KEY/about.json   the ids' type, and what else the maker wants to know again
+    CACHE/data/KEY/about.json   the ids' type, the format's version and where the documents come from
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octopipe.runtime.training.data.corpus import Corpus
 FORMAT = 1
 Tell = Callable[[str], None]
 TOLD_EVERY = 20_000
-"""Documents between two words about how far it is."""
+"""The number of documents between two progress reports."""
 
 
 class Document(NamedTuple):
@@ -51,7 +51,7 @@ def kept_corpus(
     tell: Tell,
     notes: tuple[str, ...] = (),
 ) -> Corpus:
-    """The corpus of this identity, created if it does not exist; other processes of this host wait meanwhile."""
+    """Return the corpus of this identity, created if it does not exist; other processes of this host wait meanwhile."""
     key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:32]
     base = cache_folder()
     if base is None:
@@ -74,7 +74,7 @@ def kept_corpus(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """A context that only one process of this host is in at a time."""
+    """A context that only one process of this host can be in at a time."""
     try:
         import fcntl
     except ModuleNotFoundError:  # no such locks on this system: the last writer wins, with equal files

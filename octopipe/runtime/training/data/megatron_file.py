@@ -11,7 +11,7 @@ number in it must agree with the `.bin`. Does not know: how samples are cut (`co
     i32[S]   tokens of every sequence
     i64[S]   where every sequence begins in the .bin, in bytes
     i64[D]   the first sequence of every document, and S
-    i8[S]    modes, of multimodal sets alone
+    i8[S]    modes, only in multimodal datasets
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 
 def paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path] | None:
-    """The `.bin` and `.idx` of a Megatron dataset that is named by either of them or by its path without the ending;
-    otherwise None."""
+    """Return the `.bin` and `.idx` of a Megatron dataset that is named by either of them or by its path without the
+    ending; otherwise None."""
     given = Path(path)
     stem = given.with_suffix("") if given.suffix in (".bin", ".idx") else given
     binary, index = Path(f"{stem}.bin"), Path(f"{stem}.idx")
@@ -48,7 +48,7 @@ def paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path] | None:
 
 
 def read_megatron(path: str | os.PathLike[str], *, dtype: str | None = None) -> Corpus:
-    """The tokens of the dataset, memory-mapped, with its documents."""
+    """Return the tokens of the dataset, memory-mapped, with its documents."""
     found = paths_of(path)
     if found is None:
         raise OctoPipeError(f"{shown(path)}: no .idx beside it; give both files of Megatron's dataset")

@@ -34,19 +34,19 @@ class Reading:
     tokenizer: str | None = None
     """A tokenizer.json, or a model's folder with one."""
     dtype: str | None = None
-    """Of the ids in a `.bin`."""
+    """The type of the ids in a `.bin`."""
     text_key: str = "text"
-    """The field of a record that holds the text."""
+    """The field of a record that contains the text."""
     apart: bool | None = None
-    """Whether documents of one sample may not see each other; None: they may not where that is possible."""
+    """Whether documents of one sample are masked from each other; None: if that is possible."""
 
 
 def _silent(_: str) -> None:
-    """Ignores every report."""
+    """Ignore every report."""
 
 
 def look(path: str, reading: Reading) -> None:
-    """Raise an error for everything that is wrong with the data, before anything that takes time."""
+    """Raise an error for everything that is wrong with the data and can be found quickly, before anything else runs."""
     if not os.path.lexists(path) and megatron_file.paths_of(path) is None:
         raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
     if text.is_text(path):
@@ -69,7 +69,7 @@ def look(path: str, reading: Reading) -> None:
 
 
 def read(path: str, reading: Reading, *, vocab: int, tell: Tell = _silent) -> Corpus:
-    """The corpus at a path; the ids that were looked at are inside the vocabulary."""
+    """Return the corpus at a path. The ids that are checked (`check_vocabulary`) are inside the vocabulary."""
     look(path, reading)
     if text.is_text(path):
         tokenizer = _tokenizer(path, reading)
@@ -98,8 +98,8 @@ def open_source(
     tell: Tell = _silent,
     form: InputForm | None = None,
 ) -> Source:
-    """The samples at a path, or synthetic samples without a path. `form`: the inputs of a model with a tower or an
-    encoder."""
+    """Return the samples at a path, or synthetic samples without a path. `form`: the inputs of a model with a tower or
+    an encoder."""
     if path is None:
         return SyntheticTokens(vocab=vocab, seq=seq, seed=seed)
     check_form(path, form)

@@ -19,11 +19,11 @@ from octopipe.runtime.training.data.tokenizer import Tokenizer
 
 PAIR = ("prompt", "completion")
 AT_ONCE = 512
-"""Records tokenized in one call."""
+"""The number of records that are tokenized in one call."""
 
 
 def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """The fields to read, according to a first record: `key`, or prompt and completion."""
+    """Return the fields to read, according to a first record: `key`, or prompt and completion."""
     if key in record:
         return (key,)
     if all(name in record for name in PAIR):
@@ -36,7 +36,7 @@ def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
 
 
 def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """The texts of a record; raises a one-line error that names the record."""
+    """Return the texts of a record; raises a one-line error that names the record."""
     if not isinstance(record, Mapping):
         raise OctoPipeError(f"{where}: not an object with {' and '.join(fields)}")
     for name in fields:
@@ -50,7 +50,7 @@ def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...
 
 
 def documents_of(texts: Iterable[tuple[str, ...]], tokenizer: Tokenizer) -> Iterator[Document]:
-    """The tokens of every record."""
+    """Yield the tokens of every record."""
     end = [] if tokenizer.end is None else [tokenizer.end]
     rows = iter(texts)
     while chunk := list(itertools.islice(rows, AT_ONCE)):
@@ -62,7 +62,7 @@ def documents_of(texts: Iterable[tuple[str, ...]], tokenizer: Tokenizer) -> Iter
         seconds = tokenizer.encode([row[1] for row in chunk], special=False)
         for prompt, completion in zip(firsts, seconds):
             if end and prompt[-1:] == end and len(prompt) > 1:
-                prompt = prompt[:-1]  # a tokenizer that ends every text: this one goes on
+                prompt = prompt[:-1]  # the tokenizer ends every text, but this one continues with the completion
             completion = completion + end
             yield Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 

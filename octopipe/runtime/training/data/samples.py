@@ -1,16 +1,16 @@
-"""A folder of samples of a model that takes more than tokens: what the model's own processor returned, one file each.
+"""A folder of samples of a model that takes more than tokens: the results of the model's own processor, one file each.
 
 Knows: the files (`.npz`, the arrays named like the model's inputs), their order, and how samples of different lengths
-form a micro-batch. Does not know: images, sounds or processors. Imports torch where tensors are made.
+form a micro-batch. Does not know: images, sounds or processors. Imports torch only when tensors are made.
 
 Processors of transformers decide how an image is resized, how many tokens stand for it and which inputs come with it,
-and each family does it differently. So what is stored is their result, which every family has:
+and each family does it differently. Therefore their results are stored, which every family has:
 
     inputs = processor(text=..., images=..., return_tensors="np")
     np.savez(f"samples/{number:06}.npz", **inputs, labels=labels)
 
-`labels` may be left out for decoders: then every token but those of images is predicted. Sequences are padded behind to
-the longest of their micro-batch; other arrays are joined along their first dimension.
+`labels` may be left out for decoders: then every token but those of images is predicted. Sequences are padded at the
+end to the longest of their micro-batch; other arrays are joined along their first dimension.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from octopipe.huggingface.inputs import InputForm
 
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "decoder_input_ids", "labels")
-"""Arrays with one value per token; they are padded. All others have rows of their own."""
+"""Arrays with one value per token, which are padded. All others have rows of their own."""
 
 
 def is_samples(path: str) -> bool:
-    """Whether this is a folder of .npz files."""
+    """Return whether this is a folder of .npz files."""
     folder = Path(path)
     return folder.is_dir() and any(folder.glob("*.npz"))
 
@@ -70,7 +70,7 @@ class Samples:
         return shuffled(at, len(self._files), self._seed + lap) if self._shuffle else at
 
     def read(self, number: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of one sample, rows included."""
+        """Return the arrays of one sample, rows included."""
         path = self._files[self._file(number)]
         where = shown(path)
         try:
@@ -101,7 +101,7 @@ class Samples:
         return found
 
     def _labelled(self, number: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The sample with `labels` at the positions of their logits."""
+        """Return the sample with `labels` at the positions of their logits."""
         found = self.read(number)
         where = shown(self._files[self._file(number)])
         labels = found.get("labels")
@@ -124,14 +124,14 @@ class Samples:
         return found
 
     def counted(self, number: int) -> int:
-        """The number of targets of a sample that count."""
+        """Return the number of targets of a sample that count."""
         file = self._file(number)
         if file not in self._lengths:
             self._lengths[file] = int((self._labelled(number)["labels"] != IGNORED).sum())
         return self._lengths[file]
 
     def micro_batch(self, numbers: Sequence[int], *, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-        """The inputs of these samples together, and the next tokens at the positions where they count."""
+        """Return the inputs of these samples together, and the next tokens at the positions where they count."""
         import torch
 
         found = [self._labelled(number) for number in numbers]

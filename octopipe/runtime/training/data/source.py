@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 IGNORED = -100
-"""The target of a place that no loss counts."""
+"""The target at positions that do not count in any loss."""
 _ROUNDS = 4
 
 
@@ -23,7 +23,7 @@ class Marks(NamedTuple):
     counted: NDArray[np.bool_]
     """Whether the target (the next token) counts in the loss."""
     positions: NDArray[np.int64] | None
-    """Of every input token inside its document, from 0 on; None: documents of a sample see each other."""
+    """The position of every input token in its document, counted from 0; None: documents of a sample see each other."""
 
 
 class Source(Protocol):
@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 def shuffled(at: int, count: int, seed: int) -> int:
-    """The position of item `at` of 0 .. count-1 in a shuffle that needs no memory.
+    """Return the position of item `at` of 0 .. count-1 in a shuffle that needs no memory.
 
     >>> sorted(shuffled(i, 10, seed=3) for i in range(10)) == list(range(10))
     True

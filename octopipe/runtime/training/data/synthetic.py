@@ -26,7 +26,7 @@ class SyntheticTokens:
         if vocab < 2:
             raise OctoPipeError(f"a vocabulary of {vocab} words has nothing to predict; use a larger --scale")
         self.seq, self.seed, self.noise = seq, seed, noise
-        # Few words are in use, as in any text: a large vocabulary must not make the task slow to learn.
+        # Only a few words are used: a large vocabulary must not make the task slow to learn.
         self.words = min(vocab, 64)
         self.successor = np.random.default_rng(seed).permutation(self.words)
 

@@ -31,7 +31,8 @@ def is_text(path: str | os.PathLike[str]) -> bool:
 
 
 def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
-    """The fields to read, according to the first record; raises an error for what is wrong so far. Takes no time."""
+    """Return the fields to read, according to the first record; raises an error if it is not valid. Reads nothing
+    else."""
     for number, record in _records(path):
         where = f"{shown(path)} line {number}"
         if not isinstance(record, dict):
@@ -43,7 +44,7 @@ def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
 
 
 def read_text(path: str | os.PathLike[str], tokenizer: Tokenizer, *, key: str, tell: Tell) -> Corpus:
-    """The documents of the file as tokens, which are computed once and kept in the cache folder."""
+    """Return the documents of the file as tokens, which are computed once and kept in the cache folder."""
     fields, where = look(path, key), shown(path)
     info = os.stat(path)
     identity = [os.path.realpath(path), info.st_size, info.st_mtime_ns, tokenizer.fingerprint, list(fields)]
@@ -65,7 +66,7 @@ def read_text(path: str | os.PathLike[str], tokenizer: Tokenizer, *, key: str, t
 
 
 def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """The number and value of every line that is not blank."""
+    """Yield the number and value of every line that is not blank."""
     where = shown(path)
     decode = msgspec.json.Decoder().decode
     try:
@@ -87,7 +88,7 @@ def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _fault(line: bytes, error: Exception) -> str:
-    """What is wrong with a line that is not a JSON value, and how to fix it."""
+    """Describe what is wrong with a line that is not a JSON value, and how to fix it."""
     try:
         line.decode()
     except UnicodeError:

@@ -22,9 +22,10 @@ from octopipe.base.files import letters, shown
 from octopipe.runtime.training.data.corpus import MOST_PIECES, PIECE, Corpus, Row, Windows, spread
 
 BIN_DTYPES = ("uint16", "int32", "uint32", "int64", "uint8", "uint64")
-"""What `--data-dtype` takes."""
+"""The values of `--data-dtype`."""
 _TRIED = ("uint16", "int32", "int64")
-"""What an unnamed `.bin` may hold; ids are never negative, so uint32 and uint64 read the same."""
+"""The types that a `.bin` without a stated type may have. Ids are never negative, so uint32 and uint64 read the
+same."""
 
 
 class TokenFile(Windows):
@@ -39,7 +40,7 @@ class TokenFile(Windows):
 
 
 def look(path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Raise an error for everything that is wrong with the file and can be seen without the model; takes no time."""
+    """Raise an error for everything that is wrong with the file and can be seen quickly, without the model."""
     where = shown(path)
     if Path(path).suffix == ".npy":
         _npy(Path(path), where, dtype)
@@ -48,7 +49,7 @@ def look(path: str | os.PathLike[str], dtype: str | None = None) -> None:
 
 
 def read_tokens(path: str | os.PathLike[str], *, vocab: int, dtype: str | None = None) -> Corpus:
-    """The tokens of the file, memory-mapped."""
+    """Return the tokens of the file, memory-mapped."""
     where = shown(path)
     if Path(path).suffix == ".npy":
         return Corpus(where=where, kind="npy", tokens=_npy(Path(path), where, dtype))
@@ -60,7 +61,7 @@ def read_tokens(path: str | os.PathLike[str], *, vocab: int, dtype: str | None =
 
 
 def stated(path: str | os.PathLike[str], dtype: str | None) -> str | None:
-    """The type that a flag or the file's name says."""
+    """Return the type that a flag or the file's name states, or None."""
     named = next((kind for kind in BIN_DTYPES if Path(path).name.endswith(f".{kind}.bin")), None)
     if dtype is not None and named is not None and np.dtype(dtype).itemsize != np.dtype(named).itemsize:
         raise OctoPipeError(f"{shown(path)}: its name says {named}, --data-dtype {dtype}; rename it or leave one out")
@@ -82,7 +83,7 @@ def _whole(path: Path, where: str, kind: str | None) -> None:
 
 
 def _found(path: Path, where: str, vocab: int) -> Row:
-    """The tokens in the one type that is possible."""
+    """Return the tokens in the only type that is possible."""
     size = path.stat().st_size
     possible, first_wrong = [], ""
     for kind in _TRIED:
@@ -110,7 +111,7 @@ def _found(path: Path, where: str, vocab: int) -> Row:
 
 
 def _outside(tokens: Row, vocab: int) -> int | None:
-    """The first position, among those looked at, whose id is outside the vocabulary."""
+    """Return the first position, among those checked, whose id is outside the vocabulary; None if there is none."""
     for first in spread(tokens.shape[0], PIECE, MOST_PIECES):
         piece = tokens[first : first + PIECE]
         if piece.min() < 0 or piece.max() >= vocab:
@@ -130,11 +131,11 @@ def _npy(path: Path, where: str, dtype: str | None) -> Row:
         if not path.is_file():
             raise OctoPipeError(f"{where}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a header is of an older Python is nothing to mend
+            warnings.simplefilter("ignore")  # a header written by an older Python is not a problem
             tokens: Row = np.load(path, mmap_mode="r", allow_pickle=False)
     except OctoPipeError:
         raise
-    except Exception as error:  # a header is Python's text, and goes wrong in all the ways that has
+    except Exception as error:  # a header is a Python literal, whose parsing can fail in many ways
         raise _unreadable(where, error) from None
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         what = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"

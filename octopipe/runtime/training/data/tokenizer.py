@@ -16,9 +16,9 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_bytes, read_json_object, shown
 
 MOST_BYTES = 1 << 28
-"""Of a tokenizer.json."""
+"""The largest tokenizer.json that is read."""
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
-"""Names of the token that ends a document, tried where nothing beside the tokenizer says which it is."""
+"""Names of the token that ends a document, tried if no file beside the tokenizer states which it is."""
 INSTALL = 'pip install "octopipe[train]"'
 
 
@@ -52,8 +52,8 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(identity + f" end {self.end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The ids of every text; `special`: with the tokens that the tokenizer itself adds around a text (a first
-        token, for example)."""
+        """Return the ids of every text; `special`: with the tokens that the tokenizer itself adds around a text (a
+        first token, for example)."""
         if self._fast is not None:
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=special)]
         return [list(self._slow.encode(text, add_special_tokens=special)) for text in texts]
