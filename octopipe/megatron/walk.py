@@ -202,8 +202,6 @@ class Walk:
 
     def _backward(self, cell: Cell, gradient: Tensor | None, waits: bool) -> None:
         run, config, split = cell.runs, self.config, self.splits.get(cell.stage)
-        if run.output is None:  # F kept no graph and no R has run since then: run the forward again
-            self._again(cell)
         if config.timers is not None:
             config.timers("backward-compute", log_level=2).start()
         if split is not None:

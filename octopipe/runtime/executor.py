@@ -113,8 +113,7 @@ class Executor:
         side: Sequence[Mapping[str, Any]] | None = None,
         weights: Sequence[float] | None = None,
     ) -> dict[int, Tensor]:
-        """Run one training step: add gradients into `.grad`, and return the losses of micro-batches that end on this
-        rank.
+        """Run one training step: add gradients into `.grad`, return the losses of micro-batches that end on this rank.
 
         `side`: side inputs by micro-batch; `weights`: the weight of each micro-batch's loss (default 1).
         """
@@ -156,8 +155,7 @@ class Executor:
         side: Sequence[Mapping[str, Any]] | None = None,
         loss: bool = True,
     ) -> dict[int, Any]:
-        """Run only the forwards, in the program's order; return losses (or outputs) of micro-batches that end on this
-        rank."""
+        """Run only the forwards, in order; return losses (or outputs) of micro-batches that end on this rank."""
         losses: dict[int, Any] = {}
         sent: list[Any] = []
         self._begin(step)

@@ -381,8 +381,7 @@ class Pipeline:
         return self.replicas.norm(norm_type)
 
     def grad_scaler(self, **options: Any) -> PipelineGradScaler:
-        """Return a `torch.amp.GradScaler` with these options that skips a step on all ranks or none, and sets
-        `loss_scale`.
+        """Return a `torch.amp.GradScaler` that skips a step on all ranks or none, and sets `loss_scale`.
 
         torch's own works as well, with `loss_scale = scaler.get_scale()` before every step (see `ranks/overflow.py`).
         """

@@ -12,12 +12,12 @@ from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.flops import part_work
 from octopipe.costs.analytic.footprint import Weights, megatron_activation_bytes
 from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.reduction import reduction_ms
 from octopipe.costs.analytic.table import (
     analytic_costs,
     checkpointed,
     layer_cost,
     layer_flops,
-    reduction_ms,
     setup_costs,
 )
 from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms

@@ -93,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
         from octopipe.runtime.measure.forecast import check_host_memory, expected_seconds
+        from octopipe.runtime.measure.layer_sizes import layer_parameters
         from octopipe.runtime.measure.trial import LEAST_S, STATE_FACTOR, ProfileJob, on_ranks, profile_task
 
     recipe = {
@@ -118,7 +119,12 @@ def run(args: argparse.Namespace) -> int:
         warm_up=WARM_UP,
         state_factor=STATE_FACTOR[args.optimizer],
         memory_check=not args.no_memory_check,
-        about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
+        about={
+            "recipe": recipe,
+            "optimizer": args.optimizer,
+            "model_code": told(work.spec),
+            "parameters": layer_parameters(work.spec),
+        },
     )
     if job.memory_check:
         check_host_memory(work, args.nproc)

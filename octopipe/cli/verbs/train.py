@@ -15,9 +15,9 @@ from octopipe.cli.verbs.common import print_json
 from octopipe.cli.verbs.runnable import frozen_layers, model_of, needs_torch
 from octopipe.cli.verbs.train_arguments import add_arguments
 from octopipe.cli.verbs.train_result import Screen, summary, tell
+from octopipe.cli.verbs.train_sizes import DEFAULT_SEQ, check_model, loaded
 
 if TYPE_CHECKING:
-    from octopipe.costs.profile import Profile
     from octopipe.models.lengths import Groups
     from octopipe.plans.plan import Plan
     from octopipe.runtime.training.data.opening import Reading
@@ -75,15 +75,17 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.runtime.training.job import TrainJob
 
     reading = reading_from(args)
-    encoder = _encoder_of(args)
-    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device, "seq": args.seq or 128, **encoder}
-    kernels["mtp"] = args.mtp
+    given, profile = loaded(args)
+    encoder = _encoder_of(args, given)
+    seq = args.seq or DEFAULT_SEQ
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device, "seq": seq, "mtp": args.mtp, **encoder}
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     frozen = frozen_layers(spec, args.frozen)
-    plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, spec.num_layers)
+    plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, given, spec.num_layers)
     if len(encoder["images"]) > 1 and plan is None and micro_batches is None:
         micro_batches = max(1, len(encoder["images"]) // (args.micro_batch_size or 1))
-    profile = _profile_of(args, spec)
+    if profile is not None:
+        check_model(profile, spec, args.profile, args.device)
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
     precision = precision_of(args.precision, args.dtype, args.device, getattr(spec, "dtype", None))
     if profile is not None:
@@ -101,7 +103,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         tune_measured=args.measure,
         graphs=args.graphs,
         dp=args.dp,
-        seq=max(lengths) if lengths else args.seq or 128,
+        seq=max(lengths) if lengths else seq,
         micro_batches=micro_batches,
         micro_batch_size=1 if lengths else args.micro_batch_size or 1,
         lengths=lengths,
@@ -149,16 +151,15 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     )
 
 
-def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
+def _encoder_of(args: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
     """Set the encoder's input, frozen layers and offloaded optimizer state in `args`, by default as the plan has them.
 
     Returns the encoder's part.
     """
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.cluster.item_counts import ItemCounts
-    from octopipe.plans.file import load_plan
 
-    setting = load_plan(args.plan).extra.get("setting") if args.plan else None
+    setting = plan.extra.get("setting") if plan is not None else None
     planned = setting if isinstance(setting, dict) else {}
     told = {
         "frozen": "these layers are not trained",
@@ -174,15 +175,15 @@ def _encoder_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"images": images, "encoder_seq": args.encoder_seq}
 
 
-def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | None, int, float | None, int | None]:
+def _plan_and_ranks(
+    args: argparse.Namespace, plan: Plan | None, num_layers: int
+) -> tuple[Plan | None, int, float | None, int | None]:
     """Return the given plan, the number of ranks, the time to tune for, and the micro-batches per step."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import check_target
-    from octopipe.plans.file import load_plan
     from octopipe.runtime.ranks.launch import started_ranks
     from octopipe.search.systems.registry import get_system
 
-    plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline, args.log):
         if path:
@@ -198,20 +199,6 @@ def _plan_and_ranks(args: argparse.Namespace, num_layers: int) -> tuple[Plan | N
     if nproc // args.dp > num_layers:
         raise OctoPipeError(f"{nproc // args.dp} ranks for {num_layers} layers; use fewer ranks or more --layers")
     return plan, nproc, tune_s, micro_batches
-
-
-def _profile_of(args: argparse.Namespace, spec: Any) -> Profile | None:
-    """Load the profile that --profile names; raise OctoPipeError unless it has as many layers as the model."""
-    from octopipe.base.errors import OctoPipeError
-    from octopipe.costs.profile_file import load_profile
-
-    profile = load_profile(args.profile) if args.profile else None
-    if profile is not None and profile.costs.num_layers != spec.num_layers:
-        raise OctoPipeError(
-            f"{args.profile} has {profile.costs.num_layers} layers, {spec.name} has {spec.num_layers}; "
-            "profile this model"
-        )
-    return profile
 
 
 def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:

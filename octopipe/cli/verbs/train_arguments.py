@@ -48,10 +48,16 @@ def _add_size_arguments(size: Any) -> None:
     size.add_argument("--scale", type=width_factor, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
-    size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
+    size.add_argument(
+        "--seq",
+        type=whole_number,
+        help="tokens per sequence (default: as in --profile or in the profile --plan was made from, otherwise 128)",
+    )
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
     add_encoder_arguments(size, seq_default="default: the plan's; 1024 tokens per image; --seq")
-    size.add_argument("--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: 1)")
+    size.add_argument(
+        "--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: likewise, otherwise 1)"
+    )
     add_length_arguments(size)
 
 

@@ -1,7 +1,7 @@
 """The analytic cost model: (ModelSpec, Setup) -> CostTable.
 
-Knows: how the costs of layers form a table, which layers are checkpointed, and what happens once per step (gradient
-reduction, optimizer). Does not know: the cost of one layer (`layer_pricing.py`) or plans.
+Knows: how the costs of layers form a table, and which layers are checkpointed. Does not know: the cost of one layer
+(`layer_pricing.py`), the reduction of gradients (`reduction.py`) or plans.
 
 Everything is per GPU. Measured layer times (`layer_times.py`), if there are any, replace all of it.
 
@@ -25,12 +25,13 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.flops import layer_flops, model_flops
-from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, frozen_bytes, shards_of, static_bytes
+from octopipe.costs.analytic.footprint import STATE_BYTES, Weights, frozen_bytes, static_bytes
 from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
 from octopipe.costs.analytic.items import NEARLY_NONE, items_of_micro_batches, settled
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced, reduce_ms, strides_of
+from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
 from octopipe.costs.analytic.prediction_paths import graph_of
-from octopipe.costs.analytic.traffic import Exchange, ring_ms
+from octopipe.costs.analytic.reduction import exposed_reduction_ms
+from octopipe.costs.analytic.traffic import Exchange
 from octopipe.costs.analytic.work import Flops
 from octopipe.costs.cluster.hardware import Cluster, Link
 from octopipe.costs.cluster.setup import Setup, checkpointed_layers
@@ -48,7 +49,6 @@ __all__ = [
     "layer_cost",
     "layer_flops",
     "price_layers",
-    "reduction_ms",
     "setup_costs",
 ]
 
@@ -163,7 +163,7 @@ def setup_costs(
     pricing = Pricing.of(setup, rates, exchange)
     costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
-    exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
+    exposed_ms = exposed_reduction_ms(columns, weights, pricing)
     reduction, total = Link(), float(columns["gradient_bytes"].sum())
     if setup.dp > 1 and total > 0:
         # The simulator multiplies by 2 (n-1)/n, as for an all-reduce among `dp` pipelines.
@@ -391,53 +391,6 @@ def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
         activation_bytes=min(kept, layer.activation_bytes),
         workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
     )
-
-
-def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
-    """Return the exposed time of the gradient reduction at the end of a step, over all layers.
-
-    Layer by layer, gradients are reduced (ZeRO-1: reduce-scattered) while the last backward computes, and updated
-    weights are gathered while the next step's first forward computes. What takes longer than that computation is
-    exposed, and so is the last layer's share. With ZeRO-2 gradients were reduced during the micro-batches, so that
-    mainly the gathering of weights remains; with ZeRO-3 both were done there.
-    """
-    setup = pricing.setup
-    if setup.dp * setup.cp == 1 or setup.zero == 3:
-        return 0.0
-    exposed, layers_per_rank = 0.0, max(1.0, len(weights) / setup.pp)
-    forward, backward = columns["forward_ms"], columns["input_ms"] + columns["weight_ms"]
-    for i, (reduced, gathered) in enumerate(reduction_parts_ms(weights, pricing)):
-        # ZeRO-2 reduces behind every backward, including the last one: only the last layer's share is exposed.
-        behind = math.inf if setup.zero == 2 else float(backward[i])
-        exposed += max(reduced - behind, reduced / layers_per_rank)
-        exposed += max(gathered - float(forward[i]), gathered / layers_per_rank)
-    return exposed
-
-
-def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
-    """Return, per layer, the time once a step to reduce its gradient over the replicas and to gather its updated
-    weights, without overlap. ZeRO-2 and 3 reduce during the micro-batches, so that this reduction is not included."""
-    after = 0.0 if pricing.setup.zero >= 2 else 1.0
-    return [after * reduced + gathered for reduced, gathered in reduction_parts_ms(weights, pricing)]
-
-
-def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tuple[float, float]]:
-    """Return, per layer, the time to reduce its gradient (behind the backward) and the time to gather its updated
-    weights (behind the next forward).
-
-    Without ZeRO, both halves of the all-reduce count as reduction. With ZeRO-3 both times are zero.
-    """
-    setup, cluster = pricing.setup, pricing.cluster
-    if setup.dp * setup.cp == 1 or setup.zero == 3:
-        return [(0.0, 0.0)] * len(weights)
-    known: dict[Weights, tuple[float, float]] = {}
-    for held in set(weights):
-        reduced = gathered = 0.0
-        for count, n, stride in zip(held, shards_of(setup, cluster), strides_of(cluster), strict=True):
-            reduced += reduce_ms(pricing, setup.gradient_bytes * count, int(n), stride)
-            gathered += ring_ms(cluster, WEIGHT_BYTES * count, int(n), stride, share=pricing.rates.link)
-        known[held] = (2 * reduced, 0.0) if setup.zero == 0 else (reduced, gathered)
-    return [known[held] for held in weights]
 
 
 def _over_all_ranks(columns: dict[str, np.ndarray], pricing: Pricing) -> dict[str, np.ndarray]:

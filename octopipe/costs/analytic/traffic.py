@@ -121,7 +121,7 @@ def context_traffic(
     # All-to-alls before the core (queries, keys, values) and after it (outputs).
     dealt = exchange_ms(cluster, kv_bytes + heads_bytes, near, stride, share=share)
     far = pass_round_ms(cluster, kv_bytes, size // near, stride * near, share=share)
-    return ContextTraffic(far, dealt, 1.0 if far == 0.0 else 1.5)
+    return ContextTraffic(far, dealt, 1.0)
 
 
 def nearby(cluster: Cluster, size: int, stride: int) -> int:

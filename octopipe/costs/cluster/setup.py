@@ -94,7 +94,7 @@ class Setup:
     etp: int | None = asked(
         None, Whole(), of_a_model=True, optional=True,
         words="expert-tensor-parallel size: GPUs that the matrices of one expert are sharded over",
-        unless_given="tp, or less if ep is larger than cp x dp",
+        unless_given="tp, or less if ep does not divide cp x dp",
     )  # fmt: skip
     """None: the tensor-parallel group, or fewer GPUs if ep does not divide cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")

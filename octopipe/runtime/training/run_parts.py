@@ -115,11 +115,11 @@ def check_memory(
         raise DoesNotFitError(text)
 
 
-def length_factor(job: TrainJob) -> Any:
-    """Return the times of the first pipeline's micro-batches relative to that of one sequence of `seq` tokens, in
-    proportion to their padded tokens."""
+def length_factor(job: TrainJob, tokens: int | None = None) -> Any:
+    """Return the times of the first pipeline's micro-batches relative to that of a micro-batch of `tokens` tokens
+    (default: one sequence of `seq`), in proportion to their padded tokens."""
     batch = Batch(groups=job.groups[0])
-    return np.array([batch.tokens_of(group) / job.seq for group in batch.groups])
+    return np.array([batch.tokens_of(group) / (tokens or job.seq) for group in batch.groups])
 
 
 def item_factor(job: TrainJob) -> Any:

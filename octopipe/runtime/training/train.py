@@ -163,7 +163,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         # Such a short measurement cannot tell a slow rank from a busy moment, so ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
-        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
+        factor = length_factor(job, profile.costs.tokens_per_micro_batch)
+        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=factor))
     if profile is not None and (items := item_factor(job)) is not None:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=items))
     job, profile = measured_plan(job, work, world, profile, seat.tell)

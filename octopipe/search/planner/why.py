@@ -18,8 +18,9 @@ import numpy as np
 
 from octopipe.base.display import milliseconds
 from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.reduction import reduction_ms
 from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
-from octopipe.costs.analytic.table import price_layers, reduction_ms
+from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import KINDS, Plan

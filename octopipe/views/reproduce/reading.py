@@ -35,11 +35,7 @@ Backward = Literal["fused", "in place", "deferred"]
 Sent = Literal["share", "whole"]
 LINK_GB_PER_S, NODE_GB_PER_S = 25.0, 200.0
 """Bandwidth of a GPU between nodes (200 Gbit/s) and inside a node, as the paper gives them."""
-BACKWARDS: tuple[Backward, ...] = ("fused", "in place", "deferred")
-SENT: tuple[Sent, ...] = ("share", "whole")
 HEADS = (1.0, 1.5, 2.0, 2.5, 3.0)
-CHANNELS: tuple[Channel, ...] = ("directed", "single", "blocking")
-SLACKS: tuple[int | None, ...] = (None, 2)
 BASELINES = ("1f1b", "interleaved", "tessel", "mist")
 TITLES = {
     "1f1b": "1F1B",

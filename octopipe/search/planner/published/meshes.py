@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing
-from octopipe.costs.analytic.table import checkpointed, price_layers, reduction_ms
+from octopipe.costs.analytic.reduction import reduction_ms
+from octopipe.costs.analytic.table import checkpointed, price_layers
 from octopipe.costs.cluster.file import node_gpus
 from octopipe.costs.cluster.hardware import GIB, Gpu, gpu
 from octopipe.costs.cluster.setup import Setup, default_reserve_gib
