@@ -38,6 +38,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.foreign_times import load_foreign_profile
 from octopipe.costs.layer_graph import layer_graph_from_object
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
@@ -92,11 +93,12 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         if not isinstance(repeatable, list) or [type(r) for r in repeatable] != [bool] * costs.num_layers:
             raise OctoPipeError(f'{where}: "repeatable" is {brief(repeatable)}; give true or false for every layer')
         costs = costs.replace(repeatable=tuple(repeatable))
+    about = file.get("about")
+    costs = costs.replace(setup=_sequences(about, costs.tokens_per_micro_batch))
     partial = _partial(file.get("partial"), costs, where)
     overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
     overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]
     factor = _numbers([1.0 if fused is None else fused], f'{where}: "fused_factor"', positive=True, most=MAX_RATIO)[0]
-    about = file.get("about")
     return Profile(
         costs=costs,
         partial=partial,
@@ -104,6 +106,15 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         fused_factor=factor,
         about=about if isinstance(about, dict) else {},
     )
+
+
+def _sequences(about: object, tokens: int | None) -> Setup | None:
+    """Return the set-up of micro-batches that were measured with several sequences; None for one sequence."""
+    recipe = about.get("recipe") if isinstance(about, dict) else None
+    rows = recipe.get("micro_batch_size") if isinstance(recipe, dict) else None
+    if tokens is None or not isinstance(rows, int) or rows < 2 or tokens % rows:
+        return None
+    return Setup(gpu=None, seq=tokens // rows, micro_batch_size=rows)
 
 
 def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable]:

@@ -298,7 +298,9 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
     # The times already include the effects of fields that are `of_a_model` (precision, ...): the set-up states none.
     fields = {name: getattr(setup, name) for name, how in fields_of(Setup).items() if not how.of_a_model}
     reserve = setup.reserve_gib if setup.memory_gib else None
-    known = Setup(**{**fields, "gpu": None, "tp": setup.tp, "seq": tokens, "reserve_gib": reserve})
+    rows = 1 if table.setup is None or tokens is None else table.setup.micro_batch_size
+    size = {"seq": None if tokens is None else tokens // rows, "micro_batch_size": rows}
+    known = Setup(**{**fields, **size, "gpu": None, "tp": setup.tp, "reserve_gib": reserve})
     if reroute and not cannot_change(table.routing, table.segments):
         table, known = table.with_imbalance(setup.imbalance), replace(known, imbalance=setup.imbalance)
     limits = known.rank_memory_bytes() if setup.memory_gib else table.rank_memory_bytes

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from octopipe import tune
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli.verbs.train_sizes import check_model, take_sizes
+from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
+from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import Attention, Embedding, Head, ModelSpec
 from octopipe.plans.plan import Plan
@@ -26,7 +30,7 @@ def spec(hidden: int = 16) -> ModelSpec:
 
 
 def profile(*, tokens: int | None = 128, rows: int | None = 2, **about: Any) -> Profile:
-    costs = CostTable.uniform(num_layers=4).replace(tokens_per_micro_batch=tokens)
+    costs = CostTable.uniform(num_layers=4).replace(tokens_per_micro_batch=tokens, mode=Mode(precision="fp32"))
     recipe = {"device": "cpu"} | ({} if rows is None else {"micro_batch_size": rows})
     return Profile(costs=costs, about={"recipe": recipe, "parameters": layer_parameters(spec()), **about})
 
@@ -61,6 +65,17 @@ def test_a_run_takes_its_profiles_size(given: dict[str, Any], size: tuple[int | 
 def test_another_size_than_the_profiles_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(OctoPipeError, match=r"p\.json has the times of micro-batches of 2 x 64 tokens, and this"):
         take_sizes(flags(**given), profile(), None)
+
+
+def test_a_plan_states_the_sequences_of_its_profiles_micro_batches(tmp_path: Path) -> None:
+    profile().save(tmp_path / "p.json")
+    costs = resolve_costs(tmp_path / "p.json", pp=2)
+    assert costs.setup is not None and (costs.setup.micro_batch_size, costs.setup.seq) == (2, 64)
+    assert costs.tokens_per_micro_batch == 128
+    plan = tune(tmp_path / "p.json", 2, 4, budget_s=0.2).plan
+    args = flags()
+    take_sizes(args, None, plan)
+    assert (args.micro_batch_size, args.seq) == (2, 64)
 
 
 def test_a_profile_without_rows_states_tokens_alone() -> None:

@@ -40,9 +40,9 @@ def take_sizes(args: argparse.Namespace, profile: Profile | None, plan: Plan | N
         rows = recipe.get("micro_batch_size") if isinstance(recipe, dict) else None
         tokens, where = profile.costs.tokens_per_micro_batch, args.profile
     elif plan is not None and "cost_table" in plan.extra and "mode" in plan.extra:
-        # The times in a plan state tokens alone.
-        table, rows, where = plan.extra["cost_table"], None, args.plan
+        table, size, where = plan.extra["cost_table"], plan.extra.get("setup"), args.plan
         tokens = table.get("tokens_per_micro_batch") if isinstance(table, dict) else None
+        rows = size.get("micro_batch_size") if isinstance(size, dict) else None
     else:
         return
     if not _is_count(tokens):
@@ -54,9 +54,9 @@ def take_sizes(args: argparse.Namespace, profile: Profile | None, plan: Plan | N
     same = args.micro_batch_size * (args.seq or 0) == tokens and (not _is_count(rows) or args.micro_batch_size == rows)
     if same:
         return
-    size = f"{rows} x {tokens // rows}" if _is_count(rows) else str(tokens)
+    measured = f"{rows} x {tokens // rows}" if _is_count(rows) else str(tokens)
     text = (
-        f"{where} has the times of micro-batches of {size} tokens, and this run has "
+        f"{where} has the times of micro-batches of {measured} tokens, and this run has "
         f"{args.micro_batch_size} x {args.seq or DEFAULT_SEQ}"
     )
     if profile is not None:
