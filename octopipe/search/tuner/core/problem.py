@@ -348,7 +348,8 @@ def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
-    """The end of the last reduction and optimizer update, given the end of every stage's last W in `sc.done`."""
+    """The end of the last reduction and optimizer update, given the end of every stage's last W in `sc.done`. The sum
+    of the gradients of weights that several layers share (tied embeddings) is left to the simulator."""
     size, routes = st[SIZE, 0], st[ROUTES, 0]
     latest = 0.0
     for r in range(p.count[RANKS]):
