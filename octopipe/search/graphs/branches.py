@@ -1,11 +1,11 @@
-"""Plans for layers that fork and join on the way: found for the chain of the layers, then improved along their graph.
+"""Plans for layers that fork and join: found for the layers as a chain, then improved along their graph.
 
-Knows: how a plan of the chain becomes one of the graph, that stages beside the trunk may go to any rank, and local
-search on the orders. Does not know: how plans of chains are found, or how a graph's plan is made (`plans/branches`).
+Knows: that plans of the chain become plans of the graph, that stages of branches may go to any rank, and local search
+on the orders. Does not know: how plans of chains are found, or how they are converted (`plans/branches`).
 
-The default search is a search for chains, and the layers of a graph are numbered so that they form one. Its plans are
-connected as the graph says, which can only shorten them, then every stage of a branch is tried on every rank, and in
-the rest of the time single ops are moved within their ranks' orders.
+The default search finds plans for chains, and the layers of a graph are numbered so that they form one. The stages of
+such a plan are reconnected as the graph says, which can only shorten the step. Then every stage of a branch is tried on
+every rank, and in the rest of the time single ops are moved within their ranks' orders.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from octopipe.simulation.timeline import Timeline
 
 SearchChain = Callable[[CostTable, float], Found]
 BRANCH_SHARE = 0.25
-"""Share of the time in which plans of the graph are improved."""
+"""Share of the time for improving plans of the graph; the rest is for the search for chains."""
 TRIED, TIGHTER, ATTEMPTS = 3, 0.9, 4
-"""Plans of the chain that are connected; the share of the memory that the next search for chains gets where none of
-them fits, and how many searches there are."""
+"""The TRIED best plans of the chain become plans of the graph. If none of them fits, chains are searched again with the
+share TIGHTER of the memory, in at most ATTEMPTS searches."""
 HOT, COLD, MOVES = 4e-4, 2e-5, 200
-"""Temperature of polishing, as a share of the makespan, and moves between two looks at the clock."""
+"""Temperature of polishing at the start and at the end, as a share of the makespan; moves between two looks at the
+clock."""
 POLISH_MOVES = 200
-"""Times `MOVES` where moves are counted instead of time."""
+"""If moves are counted instead of time, polishing makes this many times `MOVES` moves."""
 Judged = tuple[Plan, Timeline]
 
 
 def check_graph(costs: CostTable, target: str, start: Plan | None) -> None:
-    """Reject what searches along a graph of layers do not support."""
+    """Raise an error for a runtime or a start that searches along a graph of layers do not support."""
     what, why = f"--for {target}" if target != "octopipe" else "", "that runtime runs chains"
     if not what and start is not None and start.forks:
         what, why = "--start", "the search begins with chains"
@@ -55,7 +56,8 @@ def check_graph(costs: CostTable, target: str, start: Plan | None) -> None:
 def search_graph(
     costs: CostTable, num_ranks: int, *, budget_s: float, seed: int, counted: bool, search_chain: SearchChain
 ) -> Found:
-    """The best plan along the graph of the costs. `counted`: moves are counted, so that time decides nothing."""
+    """The best plan found along the graph of the costs. `counted`: moves are counted, so the result does not depend on
+    time."""
     began = time.monotonic()
     chain, searched = costs.as_chain().replace(segments=costs.segments), budget_s * (1.0 - BRANCH_SHARE)
     for attempt in range(ATTEMPTS):
@@ -84,7 +86,7 @@ def search_graph(
 
 
 def _branches(plan: Plan, costs: CostTable) -> list[int]:
-    """Stages of the layers that are not on the way to the last fork: heads, and what is behind them."""
+    """The stages that begin after the last layer whose output forks, or from the first head on."""
     assert costs.graph is not None
     takers: dict[int, int] = {}
     for row in costs.graph.takes:
@@ -96,13 +98,14 @@ def _branches(plan: Plan, costs: CostTable) -> list[int]:
 
 
 def placed(plan: Plan, costs: CostTable, over: Callable[[], bool]) -> Plan:
-    """A plan of the graph with every stage of a branch on the rank where it is best; the best so far once time is
-    `over`, and the plan itself where none of the moves is faster and fits."""
+    """A plan of the graph with every stage of a branch on the rank where it is best, as far as this was found before
+    `over` returned True. If no move of a stage is faster and fits, the plan is returned as it is."""
     return _placed((plan, simulate(plan, costs)), costs, over)[0]
 
 
 def _placed(best: Judged, costs: CostTable, over: Callable[[], bool] = lambda: False) -> Judged:
-    """Every stage of a branch on the rank where it is best, one after the other, until nothing gets better."""
+    """Move the stages of branches, one at a time, to ranks where the step is shorter and memory suffices, until no move
+    helps. Plans with copies, several routes or pairs are returned unchanged."""
     if best[0].replicas() or len(best[0].routes) > 1 or best[0].pairs:
         return best
     better = True
@@ -122,7 +125,8 @@ def _placed(best: Judged, costs: CostTable, over: Callable[[], bool] = lambda: F
 
 
 def _moved(judged: Judged, stage: int, rank: int) -> Plan:
-    """The plan with a stage on another rank, whose ops stand there by the time at which they ran before."""
+    """The plan with a stage on another rank, where its ops are sorted in by the times at which they ran before. The
+    plan itself if that is not valid."""
     plan, spans = judged[0], judged[1].spans
     rows: list[list[tuple[float, float, Op]]] = [[] for _ in range(plan.num_ranks)]
     for k in range(spans.stage.size):
@@ -133,7 +137,7 @@ def _moved(judged: Judged, stage: int, rank: int) -> Plan:
     depth = {s: k for k, s in enumerate(plan.routes[0])}
 
     def turn(entry: tuple[float, float, Op]) -> tuple[float, float, int]:
-        start, end, op = entry  # ops that take no time stand in the order in which they depend on each other
+        start, end, op = entry  # sort ops that take no time by their dependencies
         return start, end, depth[op.stage] if op.kind == "F" else len(depth) - depth[op.stage]
 
     orders = tuple(tuple(op for *_, op in sorted(row, key=turn)) for row in rows)
@@ -165,8 +169,9 @@ def priced(plan: Plan, costs: CostTable) -> Priced:
 
 
 def polished(best: Judged, costs: CostTable, *, seed: int, until: float | None) -> Judged:
-    """The plan after moves of single ops; as given if it recomputes or has pairs, or if nothing better fits. The B of a
-    loss, which has no weights, is moved as an I."""
+    """The plan after moves of single ops; as given if it recomputes, has pairs or a B other than that of a loss, or if
+    nothing better fits. The B of a loss, which has no weights, is moved as an I. `until`: the time of the monotonic
+    clock at which polishing ends, or None if moves are counted."""
     plan = best[0]
     if plan.pairs:
         return best

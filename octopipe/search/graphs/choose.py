@@ -20,9 +20,10 @@ from octopipe.search.result import Callback, Found, Progress, Step
 
 SearchChain = Callable[[CostTable, float], Found]
 CHAIN_SHARE = 0.5
-"""Share of the time in which the chain that stands for the cut model is searched (`surrogate`)."""
+"""Share of the time for the search for the chain that approximates the model with a cut head (`surrogate`)."""
 CUT_MOVES = 400
-"""Schedules judged where moves are counted, for each thousand moves of the search with a whole head, and at least."""
+"""If moves are counted instead of time: the number of schedules to judge per thousand moves of the search with a whole
+head, and their least number."""
 
 
 def with_cut_head(
@@ -69,7 +70,7 @@ def with_cut_head(
         )
         return bool(progress(told))
 
-    # Where moves are counted there is one lane, so that the plan depends on the seed alone.
+    # If moves are counted, use one lane on any machine, so that the plan depends on the seed alone.
     lanes = [
         CutHeadSearch(
             costs=costs,
@@ -103,11 +104,12 @@ def with_cut_head(
 def _with_chain(
     found: Found, costs: CostTable, num_ranks: int, search_chain: Callable[[CostTable], Found]
 ) -> tuple[Found, list[Plan], list[tuple[Layout, Plan]]]:
-    """What was found, with the effort of a search for the chain that stands for the split model (`surrogate`) added;
-    the plans whose structures the search for split heads begins with; and plans with a split head for it to polish."""
+    """Search for the chain that approximates the model with a split head (`surrogate`). Returns `found` with the effort
+    of this search added, the plans whose structures the search for split heads starts from, and plans with a split head
+    for it to polish."""
     try:
         body = search_chain(chain_for(costs, num_ranks))
-    except OctoPipeError:  # it does not fit; whether shards fit is for the search for split heads to find out
+    except OctoPipeError:  # no chain fits, but a plan with shards may
         return found, [found.plan], []
     effort = found.iterations + body.iterations
     found = replace(found, iterations=effort, interrupted=found.interrupted or body.interrupted)

@@ -1,12 +1,12 @@
 """Plans for layers that fork whose heads are split by vocabulary: the heads of all paths, each part on one rank.
 
-Knows: that heads with a common weight are cut into the same parts on the same ranks, where the ops of the parts stand,
-and how a plan's partition is balanced for heads that are spread. Does not know: how plans with whole heads are found
+Knows: that heads with a common weight are cut into the same parts on the same ranks, the places of the parts' ops in
+their ranks' orders, and how a partition leaves room for the parts. Does not know: how plans with whole heads are found
 (`branches.py`), or how a cut head runs (docs/cut-head.md).
 
-A plan with whole heads is taken apart: where a head's forward ended, its parts run on their ranks, and the stage that
-computes the loss follows them; where the head's backward began, the backwards of the parts run. A second search for
-whole heads takes the heads' work as spread over all other layers, so that its partition leaves room for the parts.
+The heads of a plan are cut as follows. When a head's forward ended, its parts run on their ranks, followed by the stage
+that computes the loss; when the head's backward began, the backwards of the parts run. A second search for plans with
+whole heads spreads the heads' work over all other layers, so that its partition leaves room for the parts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from octopipe.simulation.timeline import Timeline
 SPREAD = ("forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "static_bytes")
 FORWARD, OTHER = (0, 1, 2), 5
 LOSS_BACK, PART_BACK = 3, 4
-"""Turns of ops that begin at the same time: forwards of whole stages, of parts and of the loss; backwards of the loss,
-of parts and of whole stages."""
+"""The order of ops that begin at the same time: forwards of whole stages, of parts and of the loss (FORWARD), then
+backwards of the loss, of parts, and of whole stages (OTHER)."""
 WHOLE_SHARE, SPREAD_SHARE = 0.4, 0.4
-"""Shares of the time for whole heads, and for a partition that leaves room for parts of them. The rest polishes."""
+"""Shares of the time for plans with whole heads, and for a partition that leaves room for parts. The rest polishes."""
 Judged = tuple[Plan, Timeline]
 SearchWhole = Callable[[CostTable, float], Found]
 Polish = Callable[[Judged], Judged]
 
 
 def check_cut(costs: CostTable) -> None:
-    """Refuse heads that share their weight with the embedding, which is not cut with them."""
+    """Raise an error if a head shares its weight with the embedding, which cannot be cut with it."""
     assert costs.graph is not None
     heads = costs.graph.ends
     for layers, _ in costs.graph.shared:
@@ -58,7 +58,7 @@ def search_cut(
     """The best plan found whose heads are whole or cut, and the step time of the best one with whole heads.
 
     `search` finds plans with whole heads, `search_bare` those that hold each layer once and recompute nothing.
-    `counted`: moves are counted, so that time decides nothing.
+    `counted`: moves are counted, so the result does not depend on time.
     """
     check_cut(costs)
     until = None if counted else time.monotonic() + budget_s
@@ -73,7 +73,7 @@ def search_cut(
 def with_cut_branches(
     whole: Found, costs: CostTable, num_ranks: int, *, budget_s: float, search_bare: SearchWhole, polish: Polish
 ) -> Found:
-    """The plan with whole heads, or a faster one whose heads are cut."""
+    """The given result with whole heads, or a faster plan whose heads are cut, with the effort of the search added."""
     assert costs.graph is not None
     heads = costs.graph.ends
     if num_ranks < 2 or whole.interrupted:
@@ -85,7 +85,7 @@ def with_cut_branches(
         starts.append((found.plan, spread))
         effort = whole.iterations + found.iterations
         whole = replace(whole, iterations=effort, interrupted=whole.interrupted or found.interrupted)
-    except OctoPipeError:  # it does not fit so; whether parts of the heads do is seen below
+    except OctoPipeError:  # no plan fits with this partition, but parts of the heads of `whole` may
         pass
     made = []
     for plan, prices in starts:
@@ -106,7 +106,8 @@ def with_cut_branches(
 
 
 def spread_heads(costs: CostTable, heads: tuple[int, ...], parts: int) -> CostTable:
-    """The costs with one of `parts` of every head, and the other parts spread over the layers that are no heads."""
+    """The costs with 1/`parts` of every head's work and memory, and the rest of it spread over all layers but the
+    embedding and the heads, in proportion to their times."""
     inner = np.array([k not in (0, *heads) for k in range(costs.num_layers)])
     share = np.where(inner, costs.layer_ms, 0.0)
     share = share / share.sum() if share.sum() > 0 else inner / max(1, int(inner.sum()))
@@ -123,7 +124,7 @@ def spread_heads(costs: CostTable, heads: tuple[int, ...], parts: int) -> CostTa
 
 
 def _ranks_for(plan: Plan, timeline: Timeline, heads: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The ranks with the least work beside the heads."""
+    """The `count` ranks with the least work, not counting the heads."""
     spans = timeline.spans
     work = np.zeros(plan.num_ranks)
     body = np.array([stage.first not in heads for stage in plan.stages])[spans.stage]
@@ -133,7 +134,7 @@ def _ranks_for(plan: Plan, timeline: Timeline, heads: tuple[int, ...], count: in
 
 def cut_plan(plan: Plan, costs: CostTable, heads: tuple[int, ...], count: int) -> Plan | None:
     """The plan with every head cut into so many parts, on the ranks with the least other work; None if it holds layers
-    twice or recomputes, or if the result is no valid plan. Ops stand by the times that they have with these costs."""
+    twice or recomputes, or if the result is not valid. Ops are sorted by the times that they have with these costs."""
     if len(plan.routes) > 1 or plan.replicas() or any(stage.recompute for stage in plan.stages):
         return None
     plan = _heads_apart(replace(plan, pairs=frozenset()), heads)
@@ -173,7 +174,8 @@ def cut_plan(plan: Plan, costs: CostTable, heads: tuple[int, ...], count: int) -
 
 
 def _heads_apart(plan: Plan, heads: tuple[int, ...]) -> Plan:
-    """The plan with every head in a stage of its own, directly behind the layers that it was with."""
+    """The plan with every head in a stage of its own, on the same rank, with its ops next to those of the layers with
+    which it shared a stage."""
     stages: list[Stage] = []
     parts: list[list[int]] = []
     for stage in plan.stages:
@@ -198,7 +200,8 @@ def _heads_apart(plan: Plan, heads: tuple[int, ...]) -> Plan:
 def _cut_stages(
     plan: Plan, heads: dict[int, int], ranks: tuple[int, ...]
 ) -> tuple[list[Stage], dict[int, int], dict[int, list[int]], dict[int, int]]:
-    """The stages; then, by the number of a stage before, its number now, its parts, and the stage of its loss."""
+    """The stages after heads were cut, and three maps from the number of an old stage: to its new number, to the parts
+    of a head, and to the stage of a head's loss."""
     stages: list[Stage] = []
     number: dict[int, int] = {}
     parts: dict[int, list[int]] = {}

@@ -31,15 +31,16 @@ HOT, COLD = 3e-3, 1e-4
 """Temperature of the annealing, as a share of the best time: at the start and at the end."""
 TIGHTER = 0.93
 START_SHARE, TRIAL_SHARE, TRIALS, WALK_SHARE = 0.15, 0.07, 3, 0.6
-"""Share of the time in which starts are tried, in which each of the best of them is annealed, and up to which the best
-of these is annealed further; in the rest of the time orders are polished."""
+"""Starts are tried until START_SHARE of the time is used. Each of the TRIALS best is then annealed for TRIAL_SHARE of
+it, and the best result of these until WALK_SHARE is used. In the rest of the time, orders are polished."""
 POLISH_HOT, POLISH_COLD, POLISH_MOVES, POLISHED = 4e-4, 2e-5, 200, 2
-"""Temperature of polishing, as a share of the makespan; moves between two looks at the clock; members polished."""
+"""Temperature of polishing at the start and at the end, as a share of the makespan; moves between two looks at the
+clock; number of plans that are polished."""
 DRAWS = 12
-"""Key vectors tried on every start."""
+"""The number of key vectors that are tried on every start."""
 MOST_KNOWN = 512
 STALE = 0.25
-"""Share of a walk after which, without anything better, it goes on from its best."""
+"""A walk returns to its best state after this share of it without an improvement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,12 @@ class CutHeadSearch:
     budget_s: float
     seed: int = 0
     moves: int | None = None
-    """Schedules to judge instead of a time."""
+    """If given, this many schedules are judged, however long that takes."""
     starts: Sequence[Plan] = ()
     plans: Sequence[tuple[Layout, Plan]] = ()
-    """Plans with a cut head to polish beside those that are found."""
+    """Plans with a cut head that are candidates for polishing in addition to those that are found."""
     stop: Callable[[float], bool] | None = None
-    """Asked now and then with the best makespan; True ends the search."""
+    """Called every 0.2 seconds or less often with the best makespan so far; if it returns True, the search ends."""
     judged: int = field(default=0, init=False)
     interrupted: bool = field(default=False, init=False)
     _began: float = field(default=0.0, init=False)
@@ -195,7 +196,7 @@ class CutHeadSearch:
             layout, keys = now.layout, now.keys
             for _ in range(self._dice.choice((1, 1, 1, 2, 3))):
                 layout, keys = self._proposals.moved(layout, keys)
-            # The threshold is drawn before the schedule is made, which gives up as soon as it must exceed it.
+            # Draw the threshold first, so that a schedule can be abandoned as soon as it must exceed it.
             most = now.ms - heat * best.ms * math.log(max(self._dice.random(), 1e-12))
             ms = self._ms(layout, keys, most)
             if ms <= most:
@@ -209,7 +210,8 @@ class CutHeadSearch:
     # -- judging -------------------------------------------------------------------------------------------
 
     def _ms(self, layout: Layout, keys: Keys, cutoff: float = math.inf) -> float:
-        """The makespan of the schedule that the keys give; infinite if it deadlocks or exceeds `cutoff`."""
+        """The makespan of the schedule that the keys give; infinite if it deadlocks or exceeds `cutoff`, or if the
+        weights of the layout leave too little memory."""
         self.judged += 1
         asked = (layout, self._tight)
         if asked not in self._known:
@@ -225,8 +227,8 @@ class CutHeadSearch:
         return float(schedule(priced, order, cutoff, self._out, self._lengths))
 
     def _made(self, member: Member) -> tuple[Plan, Timeline] | None:
-        """The plan of a member and its timeline. Schedules get less memory until the plan fits; None if it never
-        does."""
+        """The plan of a member and its timeline. While the plan does not fit, it is scheduled again with TIGHTER times
+        the memory, in at most ten attempts; None if it never fits."""
         before = self._tight
         made = None
         for _ in range(10):

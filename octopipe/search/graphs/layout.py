@@ -31,13 +31,14 @@ class Layout:
     """Partition and placement of a model whose head is split."""
 
     bounds: tuple[int, ...]
-    """Borders of the body's stages: from the first layer that is not cut to the head."""
+    """The first layer of every stage of the body, followed by the head. The body begins with the first layer that is
+    not cut."""
     ranks: tuple[int, ...]
     """The rank of every stage of the body."""
     shards: tuple[int, ...]
     """The rank of every shard of the head."""
     loss: int
-    """The rank that puts the shards' partial sums together."""
+    """The rank of the stage that computes the loss from the partial sums of the shards."""
 
     @property
     def cuts_embedding(self) -> bool:
@@ -78,27 +79,29 @@ class Priced(NamedTuple):
     ms: Floats
     """[F, I or W, stage, micro-batch]"""
     held: Floats
-    """[stage, micro-batch]: bytes from F until I,"""
+    """[stage, micro-batch]: bytes that an activation takes from F until I."""
     stash: Floats
-    """and from I until W."""
+    """[stage, micro-batch]: bytes that stay from I until W."""
     nbytes: Floats
-    """[stage, micro-batch]: what a stage's output takes."""
+    """[stage, micro-batch]: bytes of a stage's output."""
     rank: Ints
     before: Ints
-    """[path, stage, k]: the stages that feed it; -1: none."""
+    """[path, stage, k]: the stages whose outputs a stage takes, padded with -1; `after`: the stages that take its
+    output."""
     after: Ints
     share: Floats
-    """[path, stage]: over how many ranks its output spreads."""
+    """[path, stage]: to how many other ranks its output is sent, at least 1. Every one of these transfers takes this
+    many times as long per byte."""
     room: Floats
-    """[rank]: bytes for activations."""
+    """[rank]: bytes that are free for activations."""
     later: Floats
-    """[stage]: bytes that one micro-batch will still hold on the same rank."""
+    """[stage]: bytes that one micro-batch will still take in later stages of the same rank."""
     path: Ints
-    """[micro-batch]"""
+    """[micro-batch]: its path."""
     turns: Ints
-    """[stage, k]: the micro-batches that pass a stage, in their order;"""
+    """[stage, k]: the micro-batches that pass a stage, in their order."""
     counts: Ints
-    """[stage]: how many of them."""
+    """[stage]: how many micro-batches pass it."""
     latency: Floats
     """[rank, rank], ms"""
     per_byte: Floats
@@ -139,9 +142,8 @@ class Prices:
         return [np.array([time_part(s, self.costs, kind) for s in stages]) for kind in "FIW"]
 
     def of(self, layout: Layout, tight: float) -> Priced | None:
-        """The costs of a layout; None if weights, or one micro-batch beside them, leave no memory. `tight` is the
-        share of the free memory that may be used; the rest is for what schedules do not count (buffers of
-        transfers)."""
+        """The costs of a layout; None if weights and one micro-batch do not fit. `tight` is the share of the free
+        memory that may be used; the rest is for what schedules do not count (tensors between stages)."""
         stages, path_edges = layout.stages(), layout.edges()
         count, shape = len(stages), (len(stages), self.num_micro_batches)
         rank = np.array([s.rank for s in stages], np.int64)

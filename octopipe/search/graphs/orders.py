@@ -16,18 +16,18 @@ from octopipe.search.tuner.core.problem import below, uniform
 from octopipe.simulation.timing import FOR_F, FOR_I
 
 NEAR, FAR = 4, 40
-"""How far an F or I, and a W, is moved at most."""
+"""A move shifts an F or I by at most NEAR places, and a W by at most FAR places."""
 
 
 class Waits(NamedTuple):
-    """What ops wait for, and working space to follow it; all arrays are [F or I, stage, micro-batch]."""
+    """What ops wait for, and working space for `follow`; all arrays are [F or I, stage, micro-batch]."""
 
     needed: Any
     """How many results an op waits for."""
     missing: Any
     """How many of them are not known yet."""
     arrived: Any
-    """When the last of those that are known arrives."""
+    """When the last of the known results arrives."""
 
 
 @njit
@@ -97,8 +97,8 @@ def follow(p, seq, lengths, waits, cutoff):  # type: ignore[no-untyped-def]
 
 @njit
 def polish(p, seq, best, lengths, waits, rng, moves, heat, now, best_ms):  # type: ignore[no-untyped-def]
-    """Apply `moves` moves of one op each at the temperature `heat` (ms); returns the makespans of `seq` and of
-    `best`."""
+    """Anneal `seq` by `moves` moves of single ops at the temperature `heat` (ms), and copy it to `best` whenever its
+    makespan falls below `best_ms`. Returns the makespans of `seq` and of `best`."""
     size, micro_batches, ranks = p.rank.size, p.path.size, p.room.size
     for _ in range(moves):
         r = below(rng, ranks)
@@ -126,7 +126,7 @@ def polish(p, seq, best, lengths, waits, rng, moves, heat, now, best_ms):  # typ
 
 @njit
 def jump(seq, r, a, b):  # type: ignore[no-untyped-def]
-    """Move the op at `a` to `b`."""
+    """Move the op at position `a` of a rank's order to position `b`."""
     code = seq[r, a]
     if a < b:
         for k in range(a, b):

@@ -44,7 +44,7 @@ class Proposals:
     num_ranks: int
     num_micro_batches: int
     layer_ms: np.ndarray
-    """Time of every layer for one micro-batch, forward and backward."""
+    """Time of every layer for one micro-batch, forward and backward together."""
     starts: Sequence[Plan]
     """Plans whose layouts are the first starts."""
     dice: random.Random
@@ -111,7 +111,7 @@ class Proposals:
         )
 
     def _ahead(self, layout: Layout) -> list[float]:
-        """For every stage, the share of the work that precedes it on the path."""
+        """For every stage, the share of the model's work that is in the layers before it."""
         work = np.concatenate(([0.0], np.cumsum(self.layer_ms)))
         return [float(work[s.first] / max(work[-1], 1e-12)) for s in layout.stages()]
 
@@ -147,7 +147,7 @@ class Proposals:
         dice, size = self.dice, len(layout.ranks)
         bounds, ranks = list(layout.bounds), list(layout.ranks)
         offset = len(layout.shards) if layout.cuts_embedding else 0
-        if kind < 0.5 and size > 1:  # a border moves, or two opposite borders of a run of stages
+        if kind < 0.5 and size > 1:  # move a boundary, or several adjacent boundaries together
             k = dice.randrange(1, size)
             step = dice.choice((-1, 1))
             stop = dice.randrange(k, min(size, k + 4)) if dice.random() < 0.3 else k
@@ -160,12 +160,12 @@ class Proposals:
             ranks[a], ranks[b] = ranks[b], ranks[a]
         elif kind < 0.82:
             ranks[dice.randrange(size)] = dice.randrange(self.num_ranks)
-        elif kind < 0.91 and size > self.num_ranks:  # two neighbours become one stage
+        elif kind < 0.91 and size > self.num_ranks:  # merge two neighbouring stages
             k = dice.randrange(size - 1)
             del bounds[k + 1]
             del ranks[k if dice.random() < 0.5 else k + 1]
             keys = _without(keys, offset + k)
-        else:  # a stage becomes two
+        else:  # split a stage in two
             wide = [k for k in range(size) if bounds[k + 1] - bounds[k] > 1]
             if not wide:
                 return layout, keys
@@ -176,8 +176,8 @@ class Proposals:
         return replace(layout, bounds=tuple(bounds), ranks=tuple(ranks)), keys
 
     def _moved_shards(self, layout: Layout, keys: Keys) -> tuple[Layout, Keys]:
-        """Add or remove a shard, move one to another rank, move the loss to another rank, or split the embedding or
-        not."""
+        """Add or remove a shard, move one or the loss to another rank, or split the embedding or make it whole
+        again."""
         dice, shards = self.dice, list(layout.shards)
         others = [r for r in range(self.num_ranks) if r not in shards]
         head = len(keys.forward) - 1 - len(shards)
@@ -229,7 +229,7 @@ def _without(keys: Keys, at: int) -> Keys:
 
 
 def _doubled(keys: Keys, at: int) -> Keys:
-    """The keys with those of one more stage, copied from its neighbour."""
+    """The keys with one more stage after stage `at`, whose keys are copies of those of `at`."""
     return replace(
         keys,
         forward=(*keys.forward[: at + 1], *keys.forward[at:]),

@@ -20,23 +20,23 @@ from octopipe.base.compile import njit
 from octopipe.simulation.timing import FOR_F, FOR_I, handed_over
 
 A_F, A_I, C_I, LOOK, OVER, RESERVE, NUM_NUMBERS = range(7)
-"""Places in `numbers`: by how much an F's and an I's key rise from one micro-batch to the next, what is added to every
-I's key, how long a rank waits for a better op (ms), by how much a W may run into a known arrival (ms), and the share
-of later stages' bytes that is kept free."""
+"""Places in `numbers`. A_F, A_I: by how much the keys of F and I rise from one micro-batch to the next. C_I: what is
+added to every I's key. LOOK: how long a rank waits for a better op (ms). OVER: by how much a W may delay an op whose
+arrival is known (ms). RESERVE: the share of later stages' bytes that is kept free."""
 OP_F, OP_I, OP_W = 0, 2, 3
-"""As plan.KINDS."""
+"""The codes of the kinds of ops, as in `plan.KINDS`."""
 MS_F, MS_I, MS_W = 0, 1, 2
 """Rows of `Priced.ms` and of `OrderState.done`."""
 
 
 class Priorities(NamedTuple):
-    """What a rank decides by."""
+    """The priorities by which ranks decide: of the ops that are ready, the one with the smallest key runs."""
 
     forward: Any
-    """[stage]"""
+    """[stage]: the key of a stage's F for the first micro-batch; `inward`: of its I."""
     inward: Any
     flight: Any
-    """[stage]: most micro-batches between F and I."""
+    """[stage]: the largest number of micro-batches between F and I."""
     numbers: Any
 
 
@@ -44,7 +44,7 @@ class OrderState(NamedTuple):
     """The state of ranks and stages while orders are built."""
 
     arrived: Any
-    """[2, stage, micro-batch]: when the last of the results that F and I wait for arrives, of those known so far."""
+    """[2, stage, micro-batch]: when the last of the results that F and I wait for arrives, among those known so far."""
     missing: Any
     """[2, stage, micro-batch]: how many of these results are not known yet."""
     channel: Any
@@ -53,19 +53,19 @@ class OrderState(NamedTuple):
     clock: Any
     """[rank]: when it decides next."""
     free: Any
-    """[rank]: since when it waits, where it does."""
+    """[rank]: the time since which it waits, if it waits."""
     idle: Any
-    """[rank]: does it wait?"""
+    """[rank]: 1 if it waits, otherwise 0."""
     used: Any
-    """[rank]: bytes."""
+    """[rank]: bytes of activations in use."""
     work: Any
-    """[rank]: ms that are left."""
+    """[rank]: the time of the ops that are left, in ms."""
     left: Any
-    """[rank]: ops that are left."""
+    """[rank]: the number of ops that are left."""
     mine: Any
-    """[rank, k]: its stages;"""
+    """[rank, k]: the stages of the rank."""
     holds: Any
-    """[rank]: how many of them."""
+    """[rank]: how many stages it has."""
 
 
 @njit
@@ -192,8 +192,8 @@ def choose(p, keys, state, r):  # type: ignore[no-untyped-def]
 
 @njit
 def fitting_weight(p, keys, state, r, gap):  # type: ignore[no-untyped-def]
-    """The stage whose W fills a gap best: the longest that fits, otherwise the one that overruns least; without a
-    gap (negative), the one that frees most memory. -1 if there is none."""
+    """The stage whose W fills a gap best, or -1: the longest W that fits, otherwise the one that overruns least. If the
+    gap is infinite, the stage with the fewest W so far; if it is negative, the W that frees most memory."""
     best, found = -np.inf, -1
     for place in range(state.holds[r]):
         s = state.mine[r, place]

@@ -26,7 +26,8 @@ SPREAD = (  # the three times first, in the order of `parts_of`
 
 
 def chain_for(costs: CostTable, parts: int) -> CostTable:
-    """The costs of the chain: one of `parts` shards at its end, and the others spread over the layers in between."""
+    """The costs of the chain: one of `parts` shards at its end, and the others spread over the layers between the
+    embedding and the head."""
     inner = costs.layer_ms[1:-1]
     weight = inner / inner.sum() if inner.sum() > 0 else np.full(inner.size, 1.0 / max(inner.size, 1))
     changed: dict[str, object] = {}
@@ -45,7 +46,8 @@ def chain_for(costs: CostTable, parts: int) -> CostTable:
 
 
 def layout_of(plan: Plan, parts: int) -> Layout | None:
-    """The partition of a chain without its head, which is split into `parts`; None if a layer is held twice."""
+    """The partition of a chain plan, with the head split into shards on ranks 0 to `parts` - 1. None if the plan has
+    several routes, forks, or fewer than three layers."""
     head = plan.num_layers - 1
     if len(plan.routes) != 1 or plan.forks or head < 2:
         return None
@@ -60,8 +62,8 @@ def layout_of(plan: Plan, parts: int) -> Layout | None:
 
 
 def with_shards(plan: Plan, chain: CostTable, layout: Layout) -> Plan:
-    """A plan of the chain in which the head's ops are replaced by those of its shards, on every rank at the time
-    when the chain's own head would run."""
+    """A plan of the chain in which the head's ops are replaced by those of its shards, which are placed in every rank's
+    order at the time when the chain's own head would run."""
     timeline = simulate(plan, chain, check=False)
     head, size = plan.num_layers - 1, len(layout.ranks)
     number = {s: k for k, s in enumerate(plan.routes[0]) if plan.stages[s].first < head}

@@ -14,11 +14,12 @@ import numpy as np
 from octopipe.base.compile import njit
 
 STEEP = 12.0
-"""Power of the mean over ranks (and stages) that stands for the largest of them: ties still lead somewhere."""
+"""Exponent of the power mean over ranks (and stages) that stands in for their maximum. Unlike the maximum, it also
+falls if one of several equally busy ranks gets less work."""
 EVEN = 0.15
-"""Weight of the longest stage beside that of the busiest rank: neighbours wait for each other's slots."""
+"""Weight of the longest stage, relative to the busiest rank: in a rhythm, ranks wait for each other's slots."""
 OVER = 3.0
-"""Weight of the memory beyond the limit, as a share of it."""
+"""Weight of the largest excess over a rank's memory limit, as a share of that limit."""
 HOT, COLD = 2e-2, 2e-4
 """Temperature at the start and at the end, as a share of the cost."""
 
@@ -63,7 +64,7 @@ def unbalance(weights, bounds, rank, flight, slow, room):  # type: ignore[no-unt
 
 @njit
 def balance(weights, bounds, rank, flight, slow, room, draws):  # type: ignore[no-untyped-def]
-    """The best partition found from `bounds` on, by moving runs of adjacent boundaries by one layer.
+    """The best partition found by annealing, which starts from `bounds` and moves runs of boundaries by one layer.
 
     `draws[move]` holds four random numbers between 0 and 1.
     """

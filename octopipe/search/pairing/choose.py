@@ -25,22 +25,24 @@ from octopipe.simulation.timeline import Timeline
 
 OVERLAPPED_SYSTEMS = ("dualpipe", "dualpipev", "interleaved-overlap")
 PAIR_MOVES = 400
-"""Schedules judged where moves are counted, for each thousand moves of the search without pairs, and at least."""
+"""If moves are counted instead of time: the number of schedules to judge per thousand moves of the search without
+pairs, and their least number."""
 
 POLISHED_SMALL, POLISHED_LARGE, HIDING = 0.5, 0.15, 0.2
-"""Shares of the time in which the orders of the best plans are polished, where that is time enough and where it is not,
-and in which exposed ops of the best one get partners."""
+"""Shares of the time in which the orders of the best plans are polished (for small plans, where the time is enough for
+CHANGES_PER_OP, and for large ones), and in which ops with an exposed exchange get partners."""
 CHANGES_PER_OP, MOST_CHANGES = 12, 6000
-"""Polishing gains something from about so many changes per op on; where moves are counted, at most so many."""
+"""Polishing gains something from about CHANGES_PER_OP changes on. If moves are counted, no more than MOST_CHANGES are
+made for the sake of CHANGES_PER_OP."""
 CHANGE_S, CHANGE_S_PER_OP = 1e-4, 2.5e-7
-"""About how long one change takes."""
+"""About how many seconds one change takes: CHANGE_S, and CHANGE_S_PER_OP for every op of the plan."""
 RIVALS, WITHIN = 2, 0.03
-"""So many plans are polished, those that take at most so much longer than the best: which of them ends ahead is not
-known before."""
+"""At most RIVALS plans are polished, and only those that take at most the share WITHIN longer than the best. Which of
+them becomes the fastest is not known in advance."""
 MOST_CHECKS = 48
-"""How often neighbours of a plan are tried as pairs: of the ones that wait for each other, some are given up unseen."""
+"""How many sets of pairs of adjacent ops are checked; pairs that have not been checked by then are dropped."""
 MOST_POLISHED = 60_000
-"""Plans of more ops are not polished: few changes could be tried."""
+"""Plans with more ops are not polished, because only few changes could be tried."""
 
 
 def with_pairs(
@@ -56,7 +58,7 @@ def with_pairs(
 ) -> Found:
     """The result of the search without pairs, or the best plan with pairs if that is faster."""
     setting = costs, num_ranks, num_micro_batches
-    # The search without pairs was told nothing of exchanges; its plan is the same, its lanes are drawn.
+    # The search without pairs ran without segments. Simulating its plan with them adds the exchange to the timeline.
     best: tuple[Plan, Timeline] = found.plan, simulate(found.plan, costs)
     log, systems = list(found.log), dict(found.systems)
     moves = None if iterations is None else max(PAIR_MOVES, PAIR_MOVES * iterations // 1000)
@@ -116,7 +118,7 @@ def _step(found: Found, log: list[Step], name: str, before: float, after: float)
 
 
 def _polished(ops: int, budget_s: float) -> float:
-    """The share of the time for polishing: where there is time for enough changes, and else little."""
+    """The share of the time for polishing, which depends on whether the time is enough for CHANGES_PER_OP."""
     enough_s = CHANGES_PER_OP * ops * (CHANGE_S + CHANGE_S_PER_OP * ops)
     return POLISHED_SMALL if enough_s <= budget_s else POLISHED_LARGE
 
@@ -143,8 +145,8 @@ def _candidates(
 
 
 def neighbours_paired(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with adjacent ops of its orders paired wherever this is allowed and shortens the step, in their
-    order."""
+    """The plan with pairs of adjacent ops, where a pair is allowed and takes less time than its two ops one by one. The
+    orders stay as they are."""
     prices = PairPrices(plan, costs)
     wanted: list[tuple[Op, Op]] = []
     for order in plan.orders:
@@ -159,7 +161,8 @@ def neighbours_paired(plan: Plan, costs: CostTable) -> Plan:
                     wanted.append(pair)
                     k += 1
             k += 1
-    # Pairs of different ranks may wait for each other; those that do are given up, the larger half first.
+    # Pairs of different ranks may wait for each other. Pairs are added in portions; a portion with which the plan is
+    # not valid is halved, and a single pair with which it is not valid is dropped.
     kept: list[tuple[Op, Op]] = []
     step = max(1, len(wanted))
     at = checks = 0

@@ -15,7 +15,7 @@ from octopipe.search.pairing.prices import ACTIVATION, STASH
 from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 
 OP_F, OP_I, OP_W, OP_B = 0, 2, 3, 4
-"""As plan.KINDS."""
+"""The codes of the kinds of ops, as in `plan.KINDS`."""
 DONE_F, DONE_I, DONE_W = 0, 1, 2
 """Rows of `OrderState.done`."""
 
@@ -42,7 +42,7 @@ class Slots(NamedTuple):
     ops: Any
     """[rank, slot, 2]: packed ops; the second is -1 where there is none."""
     lengths: Any
-    """[rank]: how many slots."""
+    """[rank]: the number of slots."""
 
 
 class OrderState(NamedTuple):
@@ -56,15 +56,15 @@ class OrderState(NamedTuple):
     clock: Any
     """[rank]: when it decides next."""
     asleep: Any
-    """[rank]: it can run nothing until something arrives."""
+    """[rank]: whether it sleeps, because it can run nothing until something arrives."""
     used: Any
-    """[rank]: bytes."""
+    """[rank]: bytes of activations in use."""
     left: Any
-    """[rank]: ops that have not run."""
+    """[rank]: the number of its ops that have not run."""
     held: Any
-    """[rank, k]: its stages;"""
+    """[rank, k]: the stages of the rank."""
     holds: Any
-    """[rank]: how many of them."""
+    """[rank]: how many stages it has."""
 
 
 @njit
@@ -99,8 +99,8 @@ def next_rank(state):  # type: ignore[no-untyped-def]
 
 @njit
 def fullest_weight(st, state, r):  # type: ignore[no-untyped-def]
-    """The stage of rank r whose waiting W hold most bytes (of equal ones, the stage with most W), or -1; and the number
-    of W that wait on the rank."""
+    """The stage of rank r whose pending W (those after their I) hold most bytes, or -1; and the number of W that are
+    pending on the rank. Among equal stages, the one with most pending W."""
     best, most, pending = -1, 0.0, 0
     for place in range(state.holds[r]):
         s = state.held[r, place]
@@ -114,7 +114,9 @@ def fullest_weight(st, state, r):  # type: ignore[no-untyped-def]
 
 @njit
 def take(st, state, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-def]
-    """Write a slot that rank r runs until `over`, and pass on its results; stages of ops that it lacks are -1."""
+    """Append a slot that ends at `over` to the order of rank r, update the state and pass on the results. `f` and `f2`
+    are the stages whose F it contains, `i` and `w` those of its I and W, each -1 if there is none. If `b` is not -1,
+    the I is a B."""
     size, micro_batches = st.rank.size, state.arrived.shape[2]
     slot = slots.lengths[r]
     slots.lengths[r] += 1
@@ -157,7 +159,7 @@ def take(st, state, slots, r, over, f, f2, i, b, w):  # type: ignore[no-untyped-
 
 @njit
 def wake(st, state, row, s, m, r, end, hop):  # type: ignore[no-untyped-def]
-    """Pass a result on to stage s, whose rank decides again when it arrives if the rank is asleep."""
+    """Pass a result on to stage s. If that stage's rank is asleep, it decides again when the result arrives."""
     to = st.rank[s]
     at = hand_on(state.arrived, row, s, m, state.channel, r, to, end, hop)
     if state.asleep[to]:

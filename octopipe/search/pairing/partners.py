@@ -3,12 +3,12 @@
 Knows: orders of slots and their timing (`slot_orders`). Does not know: structures, or which plan this is the last step
 for (`choose`).
 
-A search by schedules decides every slot when it comes to it, and leaves ops alone whose rank has a W to do soon
-afterwards. Here every such op is given a partner, if the step then takes no longer and the plan still fits. Partners
-are tried in portions, which are halved where a portion makes the step longer. Nothing is drawn at random.
+List scheduling decides one slot after the other, so it runs some ops alone although their rank could have run a W
+beside them. Here such ops are given a partner if the step then takes no longer and the plan still fits. Partners are
+tried in portions; a portion that makes the step longer is halved. Nothing is drawn at random.
 
-The partners, in this order: a W that would run later (it frees memory sooner), a W that would have run before, and for
-an F that runs before its rank's first backward pass the next F.
+Partners are tried in this order: a W that runs after the op (which then frees its memory sooner), a W that runs before
+it, and for an F before its rank's first backward pass, the next F.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Hiding:
     """A plan whose exposed ops get partners."""
 
     def __init__(self, made: tuple[Plan, Timeline], costs: CostTable, until: float):
-        """`until`: when no further partners are tried, on the monotonic clock."""
+        """`until`: the time of the monotonic clock after which no further partners are tried."""
         self.best, self._until = made, until
         self.orders = SlotOrders(made[0], costs)
         self.ranks: list[list[Slot]] = [list(made[0].slots(r)) for r in range(made[0].num_ranks)]
@@ -66,7 +66,8 @@ class Hiding:
         self.now = self.orders.makespan_ms(self.rows)
 
     def apply(self, *finders: Finder) -> None:
-        """Give partners, one kind after the other, as far as the step takes no longer and the plan fits."""
+        """Give ops the partners that the finders propose, one finder after the other, unless the step then takes longer
+        or the plan does not fit."""
         before = [list(slots) for slots in self.ranks]
         for finder in finders:
             self._give(finder)
@@ -86,7 +87,7 @@ class Hiding:
                 step = len(portion) // 2
 
     def _kept(self, matches: list[Match]) -> bool:
-        """Whether all these partners leave the step as it is; they are then given."""
+        """Give all these partners if the step then takes no longer; returns whether they were given."""
         ranks, rows = list(self.ranks), list(self.rows)
         for r in {match.rank for match in matches}:
             slots = _together(ranks[r], [(m.host, m.partner) for m in matches if m.rank == r])
@@ -98,7 +99,8 @@ class Hiding:
         return True
 
     def _fit(self, before: list[list[Slot]]) -> None:
-        """Take partners back on ranks that no longer fit, or all of them if the plan then is no better."""
+        """Undo the last partners on ranks that exceed their memory because of them, and on all ranks if the plan is
+        still no better than the best one."""
         for _ in range(2):
             made = self.orders.plan_of(self.ranks)
             if made is not None and better(made, self.best):
@@ -124,7 +126,7 @@ class Hiding:
 
 
 def _over_full(timeline: Timeline, before: Timeline) -> list[int]:
-    """Ranks that exceed their memory and did not before."""
+    """The ranks that exceed their memory in the first timeline and did not in the second."""
     capacity = timeline.capacity_bytes
     return [
         r
@@ -134,7 +136,7 @@ def _over_full(timeline: Timeline, before: Timeline) -> list[int]:
 
 
 def _together(slots: list[Slot], matches: list[tuple[Op, Op]]) -> list[Slot]:
-    """The slots with partners moved to their hosts."""
+    """The slots of a rank after every partner has moved into the slot of its host."""
     partner_of = dict(matches)
     changed = {op for match in matches for op in match}
     out: list[Slot] = []
@@ -156,12 +158,12 @@ def _exposed_hosts(slots: list[Slot], hiding: Hiding, kinds: str) -> list[int]:
 
 
 def _later_weights(slots: list[Slot], hiding: Hiding) -> list[tuple[Op, Op]]:
-    """For a host, the first W after it whose own I came before it."""
+    """For every op to be paired, the first W after it whose I runs before it."""
     return _weights(slots, hiding, range(1, REACH + 1))
 
 
 def _earlier_weights(slots: list[Slot], hiding: Hiding) -> list[tuple[Op, Op]]:
-    """For a host, the last W before it, which then waits for the host."""
+    """For every op to be paired, the last W before it, which then runs later than it did."""
     return _weights(slots, hiding, range(-1, -REACH - 1, -1))
 
 
@@ -183,15 +185,15 @@ def _weights(slots: list[Slot], hiding: Hiding, reach: range) -> list[tuple[Op, 
 
 
 def _next_forwards(slots: list[Slot], hiding: Hiding) -> list[tuple[Op, Op]]:
-    """Forwards before the rank's first backward pass, two by two from the last of them: the first ones are what all
-    other ranks wait for."""
+    """Pairs of adjacent F before the rank's first backward pass, formed from the last of them backward. If one is left
+    over, it is the first, because other ranks wait for its result."""
     first = next((k for k, slot in enumerate(slots) if any(op.kind in "IB" for op in slot)), len(slots))
     out: list[tuple[Op, Op]] = []
     k = first - 1
     while k > 0:
         host, partner = slots[k - 1], slots[k]
         both = len(host) == len(partner) == 1 and host[0].kind == partner[0].kind == "F"
-        # Two stages of one micro-batch follow each other: they cannot run together.
+        # Two stages of one micro-batch may depend on each other, so their F are not paired.
         if both and host[0].micro_batch != partner[0].micro_batch and hiding.gains(host[0], partner[0]):
             out.append((host[0], partner[0]))
             k -= 1

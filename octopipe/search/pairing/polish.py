@@ -21,16 +21,16 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 HOT, HOT_SLOTS = 1e-3, 0.3
-"""Temperature at the start, as a share of the step, and of a slot's part of it where slots are few; it falls to
-nothing."""
+"""Temperature at the start, as a share of the step: HOT, or HOT_SLOTS divided by the number of slots if that is more.
+It falls to zero."""
 REACH = (1, 1, 1, 2, 2, 3, 5, 8)
 CHECKED = 2e-3
-"""By what share the best must have improved before its memory is looked at again."""
+"""By what share the lowest cost must have fallen before its plan is simulated again to check its memory."""
 TOGETHER = (frozenset("FI"), frozenset("FB"), frozenset("FW"), frozenset("IW"), frozenset("BW"), frozenset("F"))
 
 
 class Polisher:
-    """A plan that is being polished."""
+    """A plan whose orders are improved by local search."""
 
     def __init__(self, plan: Plan, costs: CostTable, seed: int):
         self.plan, self.costs, self.dice = plan, costs, random.Random(seed)
@@ -38,7 +38,7 @@ class Polisher:
         self.ranks: list[list[Slot]] = [list(plan.slots(r)) for r in range(plan.num_ranks)]
         self.rows = [self.orders.row(slots) for slots in self.ranks]
         self.skipped = 0
-        """Changes drawn that were not possible, where moves are counted."""
+        """If moves are counted: the number of changes that were drawn but were not possible."""
 
     @property
     def judged(self) -> int:
@@ -74,7 +74,7 @@ class Polisher:
                 if lowest < shown * (1 - CHECKED):
                     shown = lowest
                     made = self._made(ends[0], best)
-                    if made is best:  # too much memory: go on from what fits
+                    if made is best:  # mostly because of its memory: go on from the best plan
                         self.ranks = [list(best[0].slots(k)) for k in range(self.plan.num_ranks)]
                         self.rows = [self.orders.row(slots) for slots in self.ranks]
                         now = lowest = shown = self.orders.cost_ms(self.rows)

@@ -18,8 +18,8 @@ from octopipe.plans.two_lanes import side_by_side
 ALONE_F, ALONE_I, ALONE_W, ACTIVATION, STASH, STATIC, NUM_ROWS = range(7)
 """Rows of `Layers.own` and of a structure's `own`: per layer, and summed per stage."""
 FI, FB, FW, IW, FF, NUM_PAIRS = range(6)
-"""Planes of `together`: F of the first stage with I or B of the second; F or I of the first with W of the second; F of
-both."""
+"""Planes of `together[plane, first stage, second stage]`. FI, FB: F of the first stage with I or B of the second. FW,
+IW: F or I of the first with W of the second. FF: F of both."""
 
 
 class Layers(NamedTuple):
@@ -34,7 +34,7 @@ class Layers(NamedTuple):
     slow: Any
     """[ranks]: compute-time factor."""
     slowing: Any
-    """How much longer compute and exchange take beside each other."""
+    """By what share compute and exchange take longer while they run beside each other."""
 
 
 def layers_of(costs: CostTable, num_ranks: int) -> Layers:
@@ -102,7 +102,7 @@ def price(layers, bounds, rank, size):  # type: ignore[no-untyped-def]
     bare = np.zeros((longest + 1, longest + 1))
     for s in range(size):
         for which in range(2):
-            # With a W alone the exchanges of the op are all that is exposed.
+            # A W beside this op can hide all of the op's exchange: nothing else hides it.
             whole = 0.0
             exposed = 0.0
             for k in range(count[which, s]):
@@ -147,7 +147,8 @@ def _together(compute, exchange, slows_compute, slows_exchange):  # type: ignore
 
 @njit
 def _walk(lane_a, a, n, lane_b, b, m, slows_compute, slows_exchange, took, bare):  # type: ignore[no-untyped-def]
-    """`two_lanes.pair_table` without the sequence of steps, written into tables that are reused."""
+    """Fill `took` and `bare` (times and exposed exchange of the first i and j segments) as `two_lanes.pair_table` does,
+    without recording the sequence of steps."""
     took[0, 0] = 0.0
     bare[0, 0] = 0.0
     for i in range(n + 1):

@@ -9,9 +9,9 @@ which each micro-batch starts. A rank runs its ops by slot and pairs an F and an
 keeps the period stable, whereas running whatever arrives first (`schedule`) does not: one displaced pair delays all
 later ones.
 
-In addition, two F run together while the pipeline fills, if both have arrived and that is shorter. W is part of the I
-of a pair if that is cheaper than W alone; otherwise it waits for a single op with an exchange that can hide it, or for
-idle time. The memory limit is not enforced but measured: the search sees by how much a sequence exceeds it.
+In addition, two F run together while the pipeline fills, if both inputs have arrived and that is shorter. W is part of
+the I of a pair if that is cheaper than W alone; otherwise it waits for a single op with an exchange that can hide it,
+or for idle time. The memory limit is not enforced but measured: the search sees by how much a sequence exceeds it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from octopipe.search.pairing.schedule import beside
 from octopipe.simulation.timing import FOR_F, FOR_I
 
 PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F, LONE_F, KEEP, APART_W, NUM_NUMBERS = range(10)
-"""Places in `numbers`: up to LONE_F as in `schedule`, but a rank whose patience is infinite waits for every partner;
-LONE_F: how many F of a rank run alone at first, so that the first micro-batches arrive early;
-KEEP: how many W a rank keeps back, while it waits for a single op, to run them beside its exchange;
-APART_W: of how many of the last micro-batches W is no part of a pair: it fills the ranks' idle time at the end, when
-there is room for what it holds."""
+"""Places in `numbers`. Those before LONE_F are as in `schedule`; with infinite PATIENCE, ranks wait for every partner.
+LONE_F: the number of F of a rank that run alone at first, so that the first micro-batches arrive early.
+KEEP: the number of W that a rank keeps while it waits for a single op, to run them beside that op's exchange.
+APART_W: for this many of the last micro-batches, W is not fused into pairs. It fills idle time at the end of the step,
+when there is memory for what it holds."""
 
 TOGETHER = 0.5
-"""How far apart, in slots, two ops may stand that are paired."""
+"""An F and an I are paired only if their slots differ by less than this."""
 
 
 class Beat(NamedTuple):
@@ -94,7 +94,7 @@ def rhythm(st, beat, micro_batches, slots, over_by):  # type: ignore[no-untyped-
             and low_f < low_i + TOGETHER
             and (state.used[r] + st.own[ACTIVATION, next_f] > st.room[r])
         ):
-            # What W still holds gives way before the next F comes; beyond that the sequence stays as it is.
+            # The next F lacks memory: run a W first, which frees some. The sequence stays as it is otherwise.
             w = spare
             took = st.own[ALONE_W, w]
         else:
@@ -153,12 +153,12 @@ def next_ops(beat, state, r):  # type: ignore[no-untyped-def]
 
 @njit
 def partners(beat, state, r, next_f, next_i, low_f, low_i):  # type: ignore[no-untyped-def]
-    """Whether the rank's next slot holds both the F and the I, and when their inputs arrive (infinite if not known
-    yet)."""
+    """Whether rank r runs the F next, whether it runs the I next (both: as a pair), and when the inputs of what it runs
+    have arrived (infinite if not known yet)."""
     at_f, at_i, when, now = np.inf, np.inf, np.inf, state.clock[r]
     if next_f >= 0:
         at_f = state.arrived[FOR_F, next_f, state.done[DONE_F, next_f]]
-    # An I whose own F has not run comes after that.
+    # An I cannot run before the F of its own stage and micro-batch.
     may_i = next_i >= 0 and state.done[DONE_I, next_i] < state.done[DONE_F, next_i]
     if may_i:
         at_i = state.arrived[FOR_I, next_i, state.done[DONE_I, next_i]]
@@ -167,7 +167,7 @@ def partners(beat, state, r, next_f, next_i, low_f, low_i):  # type: ignore[no-u
     if wants_f and wants_i:
         when = max(at_f, at_i)
         if when > now + beat.numbers[PATIENCE] and min(at_f, at_i) <= now:
-            # The partner is too far off: run what is there.
+            # The partner arrives too late: run the op whose input has arrived.
             wants_f, wants_i = at_i > now, at_i <= now
             when = at_i if wants_i else at_f
     elif wants_f:

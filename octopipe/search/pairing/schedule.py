@@ -6,9 +6,9 @@ A free rank considers the next F and the next I of each of its stages (micro-bat
 is no restriction) and selects the best of each by key. If both have arrived, they run as a pair, together with the W of
 the I if that is cheaper than W alone. If one is missing, the rank waits for it for a while (`patience`); otherwise it
 runs the other with a W beside it, or alone. But a stage with `flight` micro-batches in flight runs no F alone: it keeps
-that F for a pair. Two F may run together if no gradient is near. If neither has arrived, the rank runs a W. A forward
-needs memory for what it holds and for a share of what its micro-batch will hold on the same rank later, so that the
-backward is never blocked.
+that F for a pair. Two F may run together if no gradient is near. If neither has arrived, the rank runs a W. An F needs
+memory for what it holds and for a share of what its micro-batch will hold on the same rank later, so that the backward
+is not blocked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W
 from octopipe.simulation.timing import FOR_F, FOR_I
 
 PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F, NUM_NUMBERS = range(7)
-"""Places in `numbers`: how long a rank waits for a partner (ms), by what share a W may overrun an arrival, which share
-of W's own time a fused W may cost, the reserved share of later stages' bytes, which share of its own time a W may cost
-beside a single op, and up to which share of their own times two F run together."""
+"""Places in `numbers`. PATIENCE: how long a rank waits for a partner (ms). FIT: the share of a W that must fit before
+the next arrival (1: it must not overrun). FUSE, BESIDE_W: the share of its own duration by which a W may lengthen a
+pair or a single op. RESERVE: the share of later stages' bytes that is kept free. TWO_F: two F run together if that
+takes at most this share of their separate durations."""
 
 
 class Keys(NamedTuple):
@@ -43,7 +44,7 @@ class Keys(NamedTuple):
     forward: Any
     inward: Any
     flight: Any
-    """[stage]: most micro-batches between F and I for which F may run alone."""
+    """[stage]: F may run alone only while fewer micro-batches than this are between F and I."""
     numbers: Any
 
 
@@ -63,7 +64,7 @@ def schedule(st, keys, micro_batches, slots):  # type: ignore[no-untyped-def]
         holds=np.zeros(ranks, np.int64),
     )
     set_up(st, state, slots)
-    # What a micro-batch will still hold on the same rank.
+    # The bytes that a micro-batch will still take in later stages of the same rank.
     later = np.zeros(size)
     for s in range(size):
         for t in range(s + 1, size):
@@ -148,7 +149,7 @@ def pair(st, keys, state, f, i):  # type: ignore[no-untyped-def]
     """An F and an I together: the stage whose W is fused into the I (-1 if none), and the duration of the pair."""
     took = st.together[FI, f, i]
     extra = st.together[FB, f, i] - took
-    # First in, first out of W as well: a fused W must be the next one of its stage.
+    # W run first in, first out as well: a fused W must be the next one of its stage.
     if state.done[DONE_W, i] == state.done[DONE_I, i] and extra <= keys.numbers[FUSE] * st.own[ALONE_W, i]:
         return i, st.together[FB, f, i]
     return -1, took
@@ -175,8 +176,8 @@ def second_forward(st, keys, state, later, r, f):  # type: ignore[no-untyped-def
 
 @njit
 def beside(st, share, f, i, w):  # type: ignore[no-untyped-def]
-    """A single F or I: the stage whose W runs beside it (-1 if none), and how long that takes. `share` is the share
-    of its own duration that the W may add."""
+    """For a single F or I: the stage whose W runs beside it (-1 if none), and the duration of the slot. The W may add
+    at most the share `share` of its own duration."""
     alone = st.own[ALONE_F, f] if f >= 0 else st.own[ALONE_I, i]
     if w >= 0:
         both = st.together[FW, f, w] if f >= 0 else st.together[IW, i, w]

@@ -35,19 +35,19 @@ MOST_CHUNKS = 6
 HOT, COLD = 8e-3, 2e-4
 """Temperature of the annealing, as a share of the best time: at the start and at the end."""
 FITTED = 6
-"""How often a state is scheduled again with less room where the plan made of it does not fit."""
+"""How often a state is scheduled, each time with less memory or a smaller rotation, until its plan fits."""
 OVER = 2.0
-"""By which share a steady schedule counts as longer for every share of its memory that it is over the limit."""
+"""A steady schedule counts as longer by OVER times the largest excess over a rank's memory, as a share of it."""
 APART, ALL_APART = (0.0, 1.0, 2.0), (0.5, 1.0)
-"""W of so many of the last micro-batches is kept out of pairs in steady starts: shares of a full rotation, and of all
-micro-batches. Where pairs leave little of the exchange exposed, W inside them only makes them longer."""
+"""Steady starts are tried with different numbers of last micro-batches whose W is kept out of pairs: these shares of a
+full rotation, and of all micro-batches. If pairs leave little of the exchange exposed, a W only makes them longer."""
 BALANCED = 300
-"""Partitions judged per stage before a steady start is scheduled."""
+"""Before a steady start is scheduled, this many partitions per stage are judged to balance it."""
 ROTATIONS = (1.0, 0.94, 0.87, 0.75, 0.6, 0.45, 0.3)
-"""Shares of a full rotation that steady starts are tried with, up to the first that fits."""
+"""Steady starts are tried with these shares of a full rotation, one after the other until one fits."""
 START_SHARE, TRIAL_SHARE = 0.2, 0.15
-"""Share of the time in which starts are tried, and in which each of the best of them is annealed; the rest of the time
-goes to the best of these."""
+"""Share of the time in which starts are tried, and share in which each of the TRIALS best of them is annealed. In the
+rest of the time, the best result is annealed further."""
 TRIALS = 3
 MOST_KNOWN = 256
 """Structures whose prices are kept."""
@@ -68,7 +68,7 @@ class PairSearch:
     budget_s: float
     seed: int = 0
     moves: int | None = None
-    """Schedules to judge instead of a time."""
+    """If given, this many schedules are judged, however long that takes."""
     starts: Sequence[Plan] = ()
     judged: int = field(default=0, init=False)
 
@@ -92,7 +92,8 @@ class PairSearch:
     _over_by: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False)
     _less: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    """Bytes by which plans turned out to hold more than their schedules said, per rank."""
+    """Per rank, the bytes by which plans so far took more than their schedules had counted. Schedules get less memory
+    by as much."""
     _drawing: Drawing = field(init=False)
 
     # -- the search ----------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class PairSearch:
         return (time.monotonic() - self._began) / self.budget_s
 
     def _started(self) -> list[State]:
-        """The best of the initial structures."""
+        """The best TRIALS of the initial states, at most one free and one steady state per placement."""
         found: list[Judged] = []
         for plan in self.starts:
             state = self._drawing.of_plan(plan)
@@ -148,7 +149,7 @@ class PairSearch:
         return [judged.state for judged in kinds.values() if judged.ms < math.inf][:TRIALS]
 
     def _steady(self, state: State) -> list[State]:
-        """The state's structure in a steady rhythm, with the largest rotations that memory allows."""
+        """The state's structure in a steady rhythm, with falling rotations up to the first that fits in memory."""
         turn = full_rotation(state.rank)
         out: list[State] = []
         tried: set[int] = set()
@@ -158,7 +159,7 @@ class PairSearch:
             if rotation in tried:
                 continue
             tried.add(rotation)
-            # W of the last micro-batches in pairs, or apart from them, until the last ones that are under way at once.
+            # The numbers of last micro-batches whose W is kept out of pairs.
             apart = [round(part * turn) for part in APART] + [
                 round(part * self.num_micro_batches) for part in ALL_APART
             ]
@@ -174,7 +175,7 @@ class PairSearch:
         return out
 
     def _balanced(self, state: State) -> State:
-        """The state with its layers redistributed, given how many micro-batches its rhythm holds of each stage."""
+        """The state with its layers redistributed, given how many micro-batches of each stage its rhythm keeps."""
         costs, size = self.costs, len(state.rank)
         if size < 2:
             return state
@@ -223,7 +224,8 @@ class PairSearch:
     # -- judging -------------------------------------------------------------------------------------------
 
     def _ms(self, state: State) -> float:
-        """The makespan of the schedule of a state; infinite if it deadlocks."""
+        """The makespan of the schedule of a state, with a penalty for a steady one that exceeds memory (OVER); infinite
+        if it deadlocks or the structure has too little memory."""
         self.judged += 1
         structure = self._structure(state)
         if structure is None:
@@ -238,7 +240,8 @@ class PairSearch:
         return float(schedule(structure, Keys(*keys, flight, numbers), self.num_micro_batches, slots))
 
     def _structure(self, state: State) -> Structure | None:
-        """The costs of a state's structure, cached while only keys change; None if its weights leave no memory."""
+        """The costs of a state's structure, cached while only keys change; None if its weights leave no
+        memory for one micro-batch."""
         key = (tuple(state.bounds), tuple(state.rank), self._less.tobytes())
         if key not in self._known:
             if len(self._known) > MOST_KNOWN:
@@ -320,7 +323,7 @@ class PairSearch:
 
 
 def _worthwhile(plan: Plan, costs: CostTable) -> Plan:
-    """The plan without the pairs that hide nothing: two single ops pass on their results sooner."""
+    """The plan without the pairs that save no time: as single ops, they pass on their results sooner."""
     from octopipe.plans.pair_price import PairPrices
 
     prices = PairPrices(plan, costs)

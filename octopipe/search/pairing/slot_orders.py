@@ -24,8 +24,8 @@ from octopipe.simulation.timing import NEVER, begin_paths, note_run, pass_on, st
 
 Slot = tuple[Op, ...]
 EXPOSED_WEIGHT = 2e-3
-"""How much a rank's exposed exchange counts beside the step: it decides between orders that take about equally long.
-What is hidden may take longer than predicted without a longer step."""
+"""Weight of the ranks' mean exposed exchange, relative to the makespan. It decides between orders that take about as
+long: an exchange that is hidden may take longer than predicted without lengthening the step."""
 
 
 class Row(NamedTuple):
@@ -98,7 +98,7 @@ class SlotOrders:
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}
         self._rows: dict[Slot, tuple[tuple[int, ...], float, float]] = {}
         self.judged = 0
-        """Orders timed so far."""
+        """The number of orders timed so far."""
 
     def slot_ms(self, slot: Slot) -> tuple[float, float]:
         """The duration of a slot, and the exchange that it leaves exposed."""
@@ -116,7 +116,7 @@ class SlotOrders:
         return Row(table, np.array([entry[1] for entry in found]), sum(entry[2] for entry in found))
 
     def _noted(self, slot: Slot) -> tuple[tuple[int, ...], float, float]:
-        """The entries of a slot in a row, kept for other orders that contain the slot."""
+        """Compute a slot's entries in a row, and keep them for other orders that contain the slot."""
         numbers = [n for op in slot for n in (op.stage, CODES[op.kind], op.micro_batch)]
         entry = self._rows[slot] = (*numbers, -1, -1, -1)[:6], *self.slot_ms(slot)
         return entry
@@ -142,8 +142,8 @@ class SlotOrders:
 
 
 def better(one: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> bool:
-    """Whether the first of two plans with their timelines is at least as fast and fits as well, and is faster or
-    exposes less of the exchange."""
+    """Whether the first of two plans is not slower, fits if the other does, and is faster or exposes less of the
+    exchange."""
     (_, a), (_, b) = one, other
     if a.fits < b.fits or a.step_ms > b.step_ms:
         return False

@@ -27,7 +27,7 @@ from octopipe.plans.plan import Plan
 
 Floats = NDArray[np.float64]
 NUM_NUMBERS = 9
-"""Numbers of a state, see `rhythm`; `schedule` knows the first six."""
+"""The length of `State.numbers` (see `rhythm`); `schedule` reads the first six."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class State:
     bounds: list[int]
     rank: list[int]
     key_f: list[float]
-    """Free: a stage's priority. Steady: the slot of its first F."""
+    """In a free state, a stage's priority; in a steady one, the slot of its first F (`key_i`: of its first I)."""
     key_i: list[float]
     flight: list[int]
-    """Free: micro-batches under way beyond which a stage runs no F alone."""
+    """In a free state: a stage with this many micro-batches in flight runs no F alone."""
     numbers: list[float]
     rotation: int = 0
-    """Steady: micro-batches of one rotation; 0: the state is free."""
+    """In a steady state, the largest number of micro-batches that start in one rotation; 0 in a free state."""
 
     def copy(self) -> State:
         return State(
@@ -141,7 +141,8 @@ class Drawing:
         return out
 
     def _flights(self, size: int, lead: float) -> list[int]:
-        """How many micro-batches pass between F and I of a stage if every step on the way takes as long as a pair."""
+        """`lead` times the number of micro-batches that pass a stage between an F and its I, if every step on the way
+        takes as long as a pair; between 1 and all micro-batches."""
         per_rank = size / self.num_ranks
         most = self.num_micro_batches
         return [min(most, max(1, math.ceil(lead * 2 * (size - s) / per_rank))) for s in range(size)]

@@ -171,7 +171,7 @@ def _search_graph(
     how = {"seed": common["seed"], "counted": common["iterations"] is not None}
 
     def search(prices: CostTable, seconds: float, *, bare: bool = False) -> Found:
-        """`bare`: plans that hold each layer once and recompute nothing, as those with parts of a head do."""
+        """`bare`: search only plans without copies and recomputation, since plans with a cut head have neither."""
         mine = plain._replace(copies=False) if bare else plain
         changed = common | ({"recompute": False} if bare else {})
 
@@ -222,7 +222,7 @@ def _what_may_be(
             "time in the profile; start from a plan that does not"
         )
     if recompute and unlike:
-        # The other methods know recomputation of every stage or of none.
+        # The other methods recompute every stage or none.
         recompute = method == "best" and len(unlike) < costs.num_layers
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
         what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
@@ -339,8 +339,8 @@ def _search_best(
 def _finished(
     found: Found, costs: CostTable, *, robust: bool, seed: int, hide: Callable[..., tuple[Plan, Timeline, bool]] | None
 ) -> tuple[Found, Plan, Timeline, float | None]:
-    """The plan that is returned: the most robust finalist if `robust`, with its transfers moved behind computation if
-    that does not lengthen the step; also its timeline and its mean step time under jitter."""
+    """What was found, the plan to return, its timeline and, if `robust`, its mean step time under jitter. The plan is
+    the most robust finalist, or the best plan without needless recomputation; `hide` may hide its transfers."""
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
@@ -352,9 +352,9 @@ def _finished(
         except KeyboardInterrupt:
             found = replace(found, interrupted=True)
     small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
-    if hide is None or found.interrupted or not small:  # Megatron's orders are what they are
+    if hide is None or found.interrupted or not small:  # Megatron-LM's orders are fixed
         return found, chosen, timeline, mean_ms
-    # A robust search is never behind the plan that it would hand out without jitter: that one is tried as well.
+    # Also try the plan that a search without jitter would return: a robust search must not return a worse mean.
     tried = [(chosen, timeline)]
     if mean_ms is not None and chosen is not found.plan:
         tried.append((found.plan, found.timeline))

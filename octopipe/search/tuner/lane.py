@@ -142,8 +142,8 @@ class Lane:
             population.resample(heat, self.dice)
 
     def _gather(self, until: float, rounds: int) -> Population:
-        """As many of the best initial structures as there is time for, given the number of rounds and the length of
-        this one."""
+        """Make a population of the best initial structures, as many as get JUDGED_EACH schedules each in this round and
+        the `rounds` - 1 after it. The other initial structures are dropped."""
         population = Population(self.judge)
         enough = rounds * self.judgeable(until) / JUDGED_EACH
         chosen = self.starts.take()[: min(max(int(enough), 1), SETTINGS.members)]
@@ -155,7 +155,7 @@ class Lane:
         return population
 
     def settle(self) -> None:
-        """End the population. Its results are kept, and so are initial structures that were not used."""
+        """End the population and keep its results."""
         if self.population is not None:
             self.found = sorted([*self.found, *self.population.results()], key=lambda s: s.step_ms)
             self.population = None
@@ -216,5 +216,5 @@ class Lane:
             self.population.rejudge()
 
     def candidates(self) -> list[Start]:
-        """What is worth polishing, best first."""
+        """The results that are worth polishing: one per step time, the best first."""
         return sorted({s.step_ms: s for s in (*self.found, *self.best())}.values(), key=lambda s: s.step_ms)

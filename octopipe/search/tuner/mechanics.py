@@ -13,15 +13,15 @@ SYSTEMS_SHARE = 0.1
 SYSTEMS_UNTIL = 0.5
 """No further published system is begun after this share of the budget, however little of a core they got."""
 ENDING = 8.0
-"""Lanes end earlier by this many times what it takes to build and simulate one plan, which is done after them."""
+"""Lanes end early by this many times the time of the slowest simulation of a plan, since more plans follow them."""
 ENDING_MOST = 0.4
-"""At most this share of the budget is kept for that."""
+"""At most this share of the budget is kept for these plans."""
 HIDE_S, HIDE_SHARE = 0.3, 0.04
 """In the end, transfers are moved behind computation for at most this many seconds, and this share of the budget."""
 HIDE_OPS = 30_000
-"""That is not tried in plans of more ops: the few moves that the time allows hide nothing there."""
+"""Transfers are not moved in plans of more ops: the few moves that the time allows would hide nothing there."""
 HIDE_MOVES = 400
-"""It takes this many moves where moves are counted."""
+"""If moves are counted instead of time, this many moves are tried to hide transfers."""
 AT_BOUND = 2e-5
 """A plan this close to a proven bound of all plans that are searched ends the search."""
 
@@ -31,14 +31,14 @@ COUNTED_LANES = 2
 POLL_S = 0.2
 """Progress is reported this often, in seconds."""
 HANDED_OVER_CELLS = 4096
-"""A search that is stopped still turns what its lanes found last into plans, up to this number of ranks times
-micro-batches: beyond, that alone may take seconds."""
+"""A search that is stopped still turns the last results of its lanes into plans if ranks times micro-batches do not
+exceed this number. Beyond it, that alone may take seconds."""
 GATHER_PAUSE = 20.0
-"""After the lanes' best were built and judged, this many times as long passes before that is done again."""
+"""After the lanes' best structures were turned into plans, this many times as long passes before the next time."""
 SWITCH_S = 3e-5
-"""A thread gives the interpreter to another after this time: lanes need it for a moment between long kernels."""
+"""The interpreter switches threads after this time, since lanes need it only for a moment between long kernels."""
 TIMED = 5
-"""This many schedules are timed to know how many fit into a time: other threads may hold one up."""
+"""The fastest of this many schedules, since other threads may hold one up, says how many fit into a time."""
 
 # -- portions
 JUDGED_EACH = 5000
@@ -46,41 +46,42 @@ JUDGED_EACH = 5000
 CHUNK = 10
 """Structures are changed this many times between two looks at the clock."""
 MOVES_PER_DRAW = 25
-"""A start that is drawn counts as this many moves where moves are counted."""
+"""If moves are counted instead of time, drawing a start counts as this many."""
 POLISH_CHUNK_S = 0.03
 """Polishing looks at the clock this often, in seconds."""
 POLISH_CHUNK = 200
-"""Where moves are counted, polishing looks at the count after this many."""
+"""If moves are counted instead of time, polishing looks at the count after this many."""
 POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST = 10, 20_000
 """Between two looks at the clock, polishing makes at least and at most this many moves."""
 MISFITS = 6
-"""After this many draws in vain, starts recompute their activations where they may."""
+"""If this many draws gave no structure that fits, further starts recompute all activations, if that is allowed."""
 MOST_ROUNDS, LEAST_MOST = 10, 24
-"""A structure has at most this many stages per rank; where ranks are few, at most this many in all."""
+"""A structure has at most MOST_ROUNDS stages per rank, or LEAST_MOST stages in all if that is more."""
 
 # -- memory
 RESERVE_TRIES, RESERVE = 4, 1.01
-"""Where a plan does not fit after all, more memory is reserved this often, each time this much more than it lacked."""
+"""If the plan of a structure does not fit, its structure is scheduled again with more memory reserved: by the excess
+times RESERVE, in at most RESERVE_TRIES attempts."""
 BUFFERS = 1.1
-"""Polishing keeps this multiple of what tensors between stages take in the best plan."""
+"""Polishing reserves this multiple of the memory that tensors between stages take in the best plan."""
 
 # -- plans that hold layers several times
 COPIES_TRIAL, COPIES_CHUNK = 5000, 2000
-"""Every plan with copies is polished for so many moves first, then the best of them for so many at a time."""
+"""Every plan with copies is first polished for COPIES_TRIAL moves, then the best one in portions of COPIES_CHUNK."""
 COPIES_OPS = 15_000
-"""Where plans have more ops than this, they are polished for fewer moves, in proportion."""
+"""If a plan with copies has more ops than this, the numbers of moves are smaller in proportion."""
 COPIES_UNTIL = 0.95
 """Their polishing ends at this share of the budget."""
 COPIES_AFTER, COPIES_CLOSE = 0.3, 1.03
-"""It ends after the first of these shares of that time where the plan is slower than the best one by the second."""
+"""After COPIES_AFTER of that time, it ends if the plan takes more than COPIES_CLOSE times as long as the best one."""
 COPIES_ROOM = 0.96
-"""They may fill this share of the memory where tensors between stages take some."""
+"""They may fill this share of the memory if it is limited and tensors between stages take some of it."""
 
 # -- jitter
 JITTER_DRAWS, JITTER_OPS = 12, 24_000
-"""Polishing under jitter takes the mean of at least so many draws, and of more until they jitter so many ops: with few
-draws of few ops, orders would suit the draws."""
+"""Polishing under jitter minimises the mean over at least JITTER_DRAWS draws. Small plans get about as many as jitter
+JITTER_OPS ops in all, because with few draws of few ops, orders would be fitted to the draws."""
 JITTER_RUNS = 400
-"""Finalists are compared over this many draws."""
+"""The finalists of a robust search are compared by their mean over this many draws."""
 CLOSE = 0.01
-"""A finalist is at most this much slower than the best plan without jitter."""
+"""Without jitter, a finalist is slower than the best plan by at most this share."""

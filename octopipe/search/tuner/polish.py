@@ -25,7 +25,7 @@ def jitter_factors(problem: Problem, max_stages: int, stages: int, sigma: float,
     ops = 3 * stages * problem.micro_batches
     draws = max(JITTER_DRAWS, JITTER_OPS // ops)
     shape = (draws, 2, 4, max_stages, problem.micro_batches)
-    # Not np.exp of an array, whose last digit depends on the processor.
+    # Drawn as log-normal, because the last digit of np.exp of an array depends on the processor.
     return np.random.default_rng((seed, 4)).lognormal(-(sigma**2) / 2, sigma, shape)
 
 

@@ -150,7 +150,7 @@ class Population:
         """Replace members that are behind by copies of members that are ahead."""
         scores = np.array([m.score for m in self.members])
         scale = SETTINGS.resample_scale * temperature * scores.min()
-        # Not np.exp of an array, whose last digit depends on the processor.
+        # math.exp, because the last digit of np.exp of an array depends on the processor.
         weight = np.array([math.exp(-(score - scores.min()) / scale) for score in scores])
         reach = np.cumsum(weight) / weight.sum()
         count = len(self.members)
@@ -174,7 +174,7 @@ class Population:
             self._keep(self.judge.step_ms(best), best.name, best.structure, best.keys[0])
 
     def results(self) -> list[Start]:
-        """What the members reached, best first."""
+        """The best result of the population and the present state of every member, the best first."""
         found = [] if self.best is None else [self.best]
         return sorted([*found, *(m.start() for m in self.members)], key=lambda s: s.step_ms)
 

@@ -82,7 +82,7 @@ class Search:
         most = max(MOST_ROUNDS * num_ranks, LEAST_MOST, len(start.stages) if start else 0)
         self.max_stages = min(costs.num_layers, most)
         self.stop = threading.Event()
-        """This ends the search once a bound is reached or somebody asks for it."""
+        """Set when the search must end: a bound was reached, or the progress callback asked for it."""
         self.asked = False
         self.lock = threading.RLock()
         self.log: list[Step] = []
@@ -94,7 +94,7 @@ class Search:
         self.best_plan: Plan | None = None
         self.best_timeline: Timeline | None = None
         self.steady: list[Plan] = []
-        """These plans were polished for the smallest mean step time under jitter."""
+        """The plans from polishing that fit: all of them under jitter, otherwise those that were the fastest so far."""
         self.gather_at_s = 0.0
         self.plan_s = 0.0
         """The slowest simulation of a plan so far took this many seconds of a core."""
@@ -209,7 +209,7 @@ class Search:
             lane.settle()
 
     def _polish_share(self) -> float:
-        """The last share of the budget, which is used for orders; all of it if only polishing knows the objective."""
+        """The share of the budget for polishing, less for large plans unless a mean under jitter is to be minimised."""
         cells = self.problem.ranks * self.problem.micro_batches
         return SETTINGS.polish if self.jitter else SETTINGS.polish * min(1.0, SETTINGS.cells / cells) ** 2
 
@@ -217,12 +217,12 @@ class Search:
         """Polish the orders of the best structures and of plans from elsewhere, distributed over the lanes."""
         if self.best_plan is None or self.stop.is_set():
             return
-        # What transfers' buffers take beside what the orders alone say.
+        # Reserve memory for tensors between stages, which the timing of orders does not count.
         buffers = self._buffers() if self.problem.has_buffers else 0.0
         problem = self.problem.with_margin(self.problem.rank[MARGIN] + buffers)
         found: dict[float, Start] = {s.step_ms: s for lane in self.lanes for s in lane.candidates()}
         best = [found[ms] for ms in sorted(found)]
-        # The best first, then the best of each size, the sizes in order of their best.
+        # The best structure comes first, then the best of every size, then the second of every size, and so on.
         sizes: dict[int, list[Start]] = {}
         for start in best:
             sizes.setdefault(self.lanes[0].starts.size(start), []).append(start)
@@ -249,7 +249,7 @@ class Search:
     def _polisher(
         self, problem: Problem, factors: np.ndarray | None, lane: Lane, name: str, structure: np.ndarray, orders: Orders
     ) -> list[Polisher]:
-        """A polisher for these arrays, or None if they cannot run or do not fit."""
+        """A list of one polisher for these arrays; empty if the orders cannot run or do not fit."""
         scratch = lane.judge.scratch
         polisher = Polisher(
             problem, self.max_stages, lane.polish_rng, structure, orders, factors=factors, scratch=scratch, name=name
@@ -268,7 +268,7 @@ class Search:
                         self._take(plan, timeline, "polished orders")
 
     def _buffers(self) -> np.ndarray:
-        """Per rank, the peak memory of the best plan minus its peak without tensors between stages."""
+        """Per rank, BUFFERS times (the peak memory of the best plan minus its peak without tensors between stages)."""
         assert self.best_plan is not None and self.best_timeline is not None
         bare = simulate(self.best_plan, self.costs.replace(boundary_bytes=np.zeros(self.costs.num_layers)))
         return np.maximum(self.best_timeline.peak_bytes - bare.peak_bytes, 0.0) * BUFFERS
@@ -281,7 +281,7 @@ class Search:
                 if self.iterations is None and self.elapsed() >= self.gather_at_s:
                     began = self.elapsed()
                     self._gather(reserve=False)
-                    # Building and simulating a plan holds up the lanes: a small share of the time at most.
+                    # Building and simulating plans holds up the lanes, so it may take only a small share of the time.
                     self.gather_at_s = self.elapsed() + GATHER_PAUSE * (self.elapsed() - began)
                 self._report()
         except KeyboardInterrupt:
@@ -375,10 +375,10 @@ class Search:
         if timeline.step_ms <= self.lower_bound_ms * (1.0 + AT_BOUND) and not self.jitter:
             self.stop.set()
         if first:
-            self._report()  # a first plan is there within a second or two: say so at once
+            self._report()  # report the first plan at once
 
     def _finalists(self) -> list[Plan]:
-        """The best plan, the plans made for the smallest mean, and nearly as fast plans of the lanes that fit."""
+        """The best plan, those in `steady` and, under jitter, plans of the lanes that fit and are nearly as fast."""
         assert self.best_plan is not None
         plans = [self.best_plan, *(p for p in self.steady if p != self.best_plan)]
         if not self.jitter:
@@ -390,11 +390,11 @@ class Search:
                     plans.append(plan)
         return plans
 
-    # -- telling ---------------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------------
 
     def _note_of(self, number: int) -> Note:
-        """Where a lane reports its improvements: to the log or, if moves are counted, to a list of its own, so that the
-        log does not depend on which thread was faster."""
+        """The function with which a lane reports improvements. It writes to the log or, if moves are counted, to a list
+        of the lane, so that the log does not depend on which thread was faster."""
         if self.iterations is None:
             return self._note
         told = self.untold.setdefault(number, [])

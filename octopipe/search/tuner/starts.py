@@ -22,11 +22,11 @@ from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.settings import SETTINGS
 
 SMALLEST = 0.1
-"""No stage is asked to be smaller than this; stages in the middle are asked for a size of 1."""
+"""The smallest size that is wanted of a visit to a rank; visits in the middle of the way have size 1."""
 WIDE = 3.0
 """A visit may consist of several stages only if visits have this many layers on average."""
 ROUNDS_SPREAD = 16
-"""If the number of rounds is not whole, the number of stages varies by one for every this many ranks."""
+"""If the number of rounds is not whole, the number of stages varies up and down by one per this many ranks."""
 MORE_VISITS = 2
 """A shape similar to another one has at most this many visits more or fewer."""
 
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     stages_in_visit: tuple[int, ...]
     """Every visit consists of this many stages, one after another on the same rank."""
     kind: str
-    """The way goes round the ranks like this; see `Settings.kinds`."""
+    """How the way goes round the ranks: one of `Settings.kinds`, which are explained at `go_round`."""
     small_first: float = 0.0
     """The first visit is smaller than the others by this share; the difference fades out within a round."""
     small_last: float = 0.0
@@ -89,8 +89,9 @@ def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
 def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tuple[int, ...]:
     """The ranks of the stages: rounds over all ranks, of which the last may be incomplete.
 
-    A "loop" begins every round at the same rank; a "turn" goes back in the last round; a "wave" reverses after every
-    round, the first time at any rank; a "mixed" way goes up or down at random; some rounds of a "skip" leave out ranks.
+    A "loop" begins every round at rank 0; a "turn" is a loop whose last round runs backward; a "wave" reverses after
+    every round and may begin at any rank; in a "mixed" way, every round after the first runs up or down at random; in a
+    "skip", some rounds leave out ranks or run backward.
     """
     up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
     out: list[int] = []
@@ -141,10 +142,10 @@ def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.G
 def partition_evenly(
     judge: Judge, ranks: tuple[int, ...], sizes: np.ndarray, *, even: float, tilt: float, rising: bool
 ) -> np.ndarray:
-    """A structure of stages on these ranks: cut into equal work, then annealed on the imbalance.
+    """A structure of stages on these ranks: cut in proportion to `sizes`, then annealed on its imbalance.
 
-    `even` is the weight of deviations from the wanted sizes: ranks pass micro-batches on in step if stages take equally
-    long, and of everything that was tried this improved starts most. `tilt` is the weight of I beside F. With `rising`,
+    `even` is the weight of deviations from the wanted sizes: stages that take equally long keep the ranks in step, and
+    of everything that was tried this improved starts most. `tilt` is the weight of I relative to F. With `rising`,
     early stages are assumed to hold more micro-batches.
     """
     problem, stages = judge.problem, len(ranks)
@@ -178,7 +179,7 @@ class Starts:
         self.kept: list[Start] = []
         self.draws = 0
         self.deck: list[tuple[float, str]] = []
-        """These numbers of rounds and kinds of ways are still to be drawn."""
+        """The pairs (number of rounds, kind of way) that are still to be drawn."""
         self.shapes: list[tuple[float, Shape]] = []
         """These are the best shapes of every size, the best first."""
 

@@ -30,7 +30,7 @@ the interleaved one, and the use of host memory is decided after the search (`se
 COPYING = frozenset({"chimera", "dualpipe"})
 """These systems hold layers twice. They are built first, since improving their plans takes the time that is left."""
 UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
-"""These systems are built first if time is short: the plans of the others are similar to one of theirs."""
+"""These systems are built next, in case time is short: the plans of the others are similar to one of theirs."""
 
 
 class Systems:

@@ -30,8 +30,8 @@ from octopipe.search.tuner.settings import SETTINGS
 
 KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, HALT, NUM_TASKS = range(8)
 """These are the places in the task of `walk`: how many keys of the population it evaluates, how many variants of them,
-how many new keys and how many children, and then how many moves it makes. Another thread may set HALT while `walk`
-runs; it then returns after the schedule that it is evaluating."""
+how many new keys and how many children, then how many moves it makes, and whether moves may change recomputation.
+Another thread may set HALT while `walk` runs; it then returns after the schedule that it is evaluating."""
 HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
 """These are the places in what `walk` reads and writes: the temperature as a share of the score, the step time and the
 score of the member, the best step time seen, the smallest possible load, and a step time beyond which keys are not
@@ -87,11 +87,12 @@ def judge(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, value, log):  # type: ignore[no-untyped-def]
-    """Breed keys for a structure, evaluate it, then anneal it. Returns the number of schedules evaluated and of lines
-    in `log`.
+    """Breed keys for a structure, then evaluate it (if the task has no moves) or anneal it from the step time and score
+    in `value`. Returns the number of schedules evaluated and of lines in `log`.
 
     The structure, its population of keys and its pace change in place. `best` and `best_keys` receive whatever is
-    better than value[BEST_MS]. `back` is working space. On return, the scratch holds the orders for the best keys.
+    better than value[BEST_MS]. `back` is working space. Without moves, the scratch finally holds the orders for the
+    best keys; after moves, it holds those of the last schedule that was tried.
     """
     keys, chosen = np.zeros(NUM_KEYS), np.zeros(NUM_KEYS)
     limit = np.full(LAPS, np.inf)
@@ -118,7 +119,8 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
             st[:] = back
             continue
         cutoff = threshold(score, value[HEAT] * score, rng)
-        # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
+        # With a step time beyond this, the score meets the cutoff only if the mean finish time falls by more than
+        # BEHIND, which is so unlikely that the schedule is abandoned.
         limit_ms = (cutoff - MEAN * (1.0 - BEHIND) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
         target = room(limit_ms, work)
         if step_ms <= load * (1.0 + 0.1 * RELIEF) and uniform(rng) < SOMETIMES:
@@ -274,11 +276,11 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
 
 @njit
 def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
-    """What `balance` minimises: the work bound, plus a penalty for exceeding memory, plus a small penalty for uneven
-    stages.
+    """What `balance` minimises: the work bound, times a penalty for every rank that exceeds its memory, times a penalty
+    for stages whose F and I times deviate from the proportions `wanted`.
 
-    Memory is estimated with Little's law: a stage holds as many micro-batches as pass through it between the F and the
-    I of one of them.
+    With `rising`, memory is estimated with Little's law: a stage holds as many micro-batches as pass through it between
+    the F and the I of one of them. Otherwise every stage is assumed to hold one micro-batch per rank.
     """
     value = work_bound(p, st, sc)
     uneven = 0.0

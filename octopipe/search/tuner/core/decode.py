@@ -32,7 +32,7 @@ from octopipe.search.tuner.core.rows import (
 from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 
 LAPS = 10
-"""The pace of a schedule is recorded after each of this many equal parts of its ops."""
+"""The ops of a schedule are divided into this many equal parts (laps). Its pace is recorded after each but the last."""
 NONE = -1
 """This stands for no slot."""
 
@@ -109,8 +109,8 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def keeps_pace(p, pace_limit, lap, t, sc):  # type: ignore[no-untyped-def]
-    """Whether the sum of the ranks' finish times, as far as they are known, is no larger than it was after this lap in
-    the walk's present schedule."""
+    """Record the pace after this lap, which is the sum over ranks of the times at which they would finish if none of
+    them waited any more, and return whether it is within the limit for this lap."""
     projected = 0.0
     for q in range(p.count[RANKS]):
         projected += max(sc.mine[q, FREE], t) + sc.mine[q, LEFT]
@@ -163,8 +163,8 @@ def choose(p, st, keys, r, t, sc):  # type: ignore[no-untyped-def]
     gap = next_at - t if chosen == NONE else -1.0
     best = -inf
     if num[me, PENDING] > 0 and (chosen == NONE or blocked_key < ready_key):
-        # A gap: the longest W that fits before the next arrival, else the one that overruns least. Or the F this
-        # rank wants next lacks memory: the W that gives back most.
+        # In a gap: the longest W that fits before the next arrival, otherwise the one that overruns least (if no
+        # arrival is known: of the stage with the fewest W so far). If the best F lacks memory: the W that frees most.
         for k in range(begin, stop):
             if num[k, NEXT_W] < num[k, NEXT_I]:
                 ms = row[k, ROW_W_MS]
@@ -263,7 +263,7 @@ def run_input_gradient(p, st, keys, r, k, t, sc):  # type: ignore[no-untyped-def
     if vary:
         v = st[ENTRY, m]
     if st[REDO, s] and num[k, NEXT_R] == m:
-        # R right before its I, unless the forward was the very last thing this rank ran.
+        # Insert R right before its I, unless the rank's last op was the F of this stage and micro-batch.
         if n == 0 or seq[r, n - 1] != pack(KIND_F, s, m):
             seq[r, n] = pack(KIND_R, s, m)
             t += cost[F_MS, s, v]

@@ -97,7 +97,7 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
                 if draw >= 0:
                     factor, carried = factors[draw, 0, kind, s, m], factors[draw, 1, kind, s, m]
                 if kind == KIND_I and st[REDO, s] and arrive[FOR_F, s, m] == DROPPED:
-                    # Not restored by an R: only right after its own forward may it do without.
+                    # Without an R, the I of a stage that recomputes may only run right after its own F.
                     if i == 0 or orders.seq[r, i - 1] != pack(KIND_F, s, m):
                         return inf
                     mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
@@ -130,7 +130,7 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
                 else:
                     mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
                     if (s + 1) % size == 0:
-                        ms = 0.0  # the work bound leaves the last stage's R out
+                        ms = 0.0  # LEFT does not contain R of the last stage (see `price`)
                 if kind <= KIND_R and mine[r, USED] > mine[r, LIMIT]:
                     return inf
                 mine[r, LEFT] -= ms
@@ -192,7 +192,8 @@ def step_end(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def]
-    """The value that moves on orders minimise: the step time, or its mean over all draws of `factors`."""
+    """The value that moves on orders minimise: the step time, or its mean over all draws of `factors` if there are any
+    and the step time without jitter is within the cutoff."""
     if st[ROUTES, 0] == 1 and work_bound(p, st, sc) > cutoff:
         return np.inf
     value = follow(p, st, orders, cutoff, factors, -1, sc)
@@ -288,7 +289,7 @@ def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
 
 @njit
 def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped-def]
-    """Apply one random move in place; returns its number in ORDER_MOVES, or -1."""
+    """Apply one random move in place; returns its number in ORDER_MOVES, or -1 if it did not apply."""
     n = st[SIZE, 0]
     move = SWAP + below(rng, 3) if uniform(rng) < REORDERING else below(rng, MOVE_STAGE)
     if uniform(rng) < OTHER:
@@ -310,7 +311,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
             hand_stage(st, orders, times, e, a)
         return move
     if move <= ADVANCE and path > 1:
-        # A critical op before the op that ran just before it, or some before.
+        # Move a critical op ahead by one place (SWAP), or by up to REACH places (ADVANCE).
         k = below(rng, path)
         r, i = times.path[0, k], times.path[1, k]
         if i == 0 or i >= orders.length[r]:  # a stage may have left the rank since the path was read
@@ -333,8 +334,8 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
 @njit
 def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, moves, heat, best_ms, log, factors):  # type: ignore[no-untyped-def]
     """Apply `moves` moves to fixed orders at temperature `heat` (a share of the step time). Returns the step time of
-    the orders, the best step time, and the number of lines in `log`. If `best_ms` is infinite, the walk starts from the
-    orders as they are.
+    the orders, the best step time, and the number of lines in `log`. If `best_ms` is infinite, the given orders
+    are the first best.
 
     With `factors` [draws, op or transfer, kind, stage, micro-batch], the mean over the draws is minimised.
     """

@@ -29,8 +29,8 @@ FIRST_I = -1e3
 W_NEVER = 10.0
 """With this value of W_OVER, W waits until nothing else can run."""
 HALVINGS, WIDEST = 12, 4.0
-"""The number in flight that fills a share of memory is found by halving an interval this often; the second number is
-the upper end of the interval, in full pipelines."""
+"""The number of micro-batches in flight that fills a share of memory is found by bisection in HALVINGS steps. The
+interval ends where the stage with the longest time from F to I holds at least WIDEST times all micro-batches."""
 K = SETTINGS.keys
 FRESH, MOST_VARIED = SETTINGS.fresh, SETTINGS.most_varied
 
@@ -134,7 +134,7 @@ def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
 
 @njit
 def count_of(values):  # type: ignore[no-untyped-def]
-    """The number of members of a population."""
+    """The number of keys in a sorted population that were evaluated, which are those with a finite step time."""
     count = values.size
     while count > 0 and values[count - 1] == np.inf:
         count -= 1
@@ -167,7 +167,7 @@ def way_back(p, a, last):  # type: ignore[no-untyped-def]
 
 @njit
 def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
-    """Let the stages of a rank keep as many micro-batches in flight as fill this share of its memory.
+    """Let the stages of a rank keep as many micro-batches in flight as fill this share of its memory without weights.
 
     The number is proportional to the time from a stage's F to its I (Little's law), so that no stage takes the memory
     that later stages of the rank need for the same micro-batches.

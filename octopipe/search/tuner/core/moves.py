@@ -23,7 +23,7 @@ LONGEST_RUN, REPAIR_MOVES = SETTINGS.longest_run, SETTINGS.repair_moves
 
 @njit
 def pick(st, rng, critical):  # type: ignore[no-untyped-def]
-    """A random stage; often one of the critical rank."""
+    """A random stage; in half of the cases one of the rank `critical` (-1: no rank is known to be critical)."""
     n = st[SIZE, 0]
     s = below(rng, n)
     if critical >= 0 and uniform(rng) < 0.5:
@@ -190,7 +190,8 @@ def merge(st, rng):  # type: ignore[no-untyped-def]
         return fetch(st, rng)
     s = 1 + below(rng, n - 1)
     if uniform(rng) < SOMETIMES:
-        # Splits in place hardly cost anything: undone as often as they are made, or stages would grow in number.
+        # A split in place hardly changes the step time, so it is usually accepted. Undo such splits as often as they
+        # are made, or the number of stages would keep growing.
         for _ in range(n - 1):
             if st[RANK, s - 1] == st[RANK, s]:
                 break
@@ -204,7 +205,7 @@ def merge(st, rng):  # type: ignore[no-untyped-def]
 @njit
 def send(st, rng, s, width):  # type: ignore[no-untyped-def]
     """Turn some layers of stage `s` into a stage of the same rank elsewhere in the chain. The stages in between slide
-    and keep their sizes, and every rank keeps its work, except that layers differ."""
+    and keep their sizes, so every rank keeps its work, up to differences between layers."""
     n = st[SIZE, 0]
     r = st[RANK, s]
     j = below(rng, n + 1)

@@ -17,7 +17,8 @@ from octopipe.costs.table import CostTable
 from octopipe.base.errors import OctoPipeError
 
 RANKS, MICRO_BATCHES, LAYERS, VARIANTS, HAS_EXTRAS, HAS_LIMIT, HAS_BUFFERS, NUM_COUNTS = range(8)
-"""These are the places in `Problem.count`. The last three are flags, 0 or 1."""
+"""These are the places in `Problem.count`. The last three are flags (0 or 1): whether gradient reductions or the
+optimizer follow the pipeline, whether memory is limited, and whether tensors between stages occupy limited memory."""
 FORWARD, INPUT, WEIGHT, ACTIVATION, STASH, BOUNDARY, NUM_LAYER = range(7)
 """These are the rows of `Problem.layer`. BOUNDARY is not a prefix sum: it holds the bytes of the tensor that enters a
 layer, and 0 for the first layer."""
@@ -49,9 +50,10 @@ F_MS, I_MS, W_MS, HOP_F, HOP_I, HOLD, FULL, TAIL, NUM_PRICES = range(9)
 """These are the rows of `Scratch.price`: the times of the ops, the transfer times of the outputs of F and I, the bytes
 that F takes, the bytes of the whole activation, and the bytes that stay from I until W."""
 LEFT, USED, LIMIT, FREE, OWED, WAY, CLOCK, LOAD, NUM_MINE = range(9)
-"""These are the columns of `Scratch.mine`, one row per rank: the work that is left, the bytes in use and the limit, the
-time since which the rank is free, the bytes that micro-batches under way will still take, the F and I that are left
-plus the last gradient's way back, the time of the rank's next decision, and its work bound."""
+"""These are the columns of `Scratch.mine`, one row per rank: the time of the work that is left, the bytes in use and
+their limit, the time since which the rank is free, the bytes that micro-batches which passed the rank's first stage
+will still take in its other stages, the time of the F and I that are left plus that of the last gradient's way back to
+stage 0, the time of the rank's next decision, and its work bound."""
 SLOT, AT_SLOT, FIRST, LENGTH, NUM_PLACES = range(5)
 """These are the rows of `Scratch.place`: the slot of a stage (slots are stages sorted by rank, in the order of the
 chain), the stage of a slot, the first slot of a rank (followed by the number of slots), and the number of ops of a rank
@@ -59,8 +61,8 @@ so far (followed by the rank that finished last)."""
 
 
 class Problem(NamedTuple):
-    """Everything that the search knows about model, ranks and micro-batches. V is 1, or M if micro-batches differ in
-    size."""
+    """Everything that the search knows about the model, the R ranks and the M micro-batches. L is the number of layers;
+    V is 1, or M if micro-batches differ in size."""
 
     count: Any
     """The shape is [NUM_COUNTS]: numbers of ranks, micro-batches, layers and variants, and flags."""
@@ -315,8 +317,8 @@ def price(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
-    """The maximum over ranks of (arrival of the first micro-batch + the rank's work): no order on one route can be
-    faster.
+    """The maximum over ranks of (arrival of the first micro-batch + the rank's work): a lower bound on the step time of
+    any order on one route, with recomputation as `st` states it (`price` may switch it off later).
 
     The sum of every rank is left in the scratch's LOAD column.
     """
@@ -346,7 +348,8 @@ def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
 
 @njit
 def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
-    """The end of the last reduction and optimizer update, given the end of every stage's last W in `sc.done`."""
+    """The end of the last reduction and optimizer update, given the end of every stage's last W in `sc.done`. The sum
+    of the gradients of weights that several layers share (tied embeddings) is left to the simulator."""
     size, routes = st[SIZE, 0], st[ROUTES, 0]
     latest = 0.0
     for r in range(p.count[RANKS]):
@@ -354,7 +357,8 @@ def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
         finished = 0.0
         update = 0.0
         before = -1.0
-        # Stages in the order in which they are ready (with copies: all of them); few, so selection is cheap.
+        # Visit stages in the order in which their gradients are complete (in all copies). Ranks have few stages, so
+        # repeated selection is cheap.
         while True:
             nearest = np.inf
             for i in range(sc.place[FIRST, r], sc.place[FIRST, r + 1]):
@@ -377,7 +381,7 @@ def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
                     if routes > 1:
                         other = st[RANK, k] if st[RANK, k] != r else st[RANK, k + size]
                         if other != r:
-                            # An all-reduce among the copies: up and down a tree, every byte 2 (n - 1) / n times.
+                            # All-reduce among the copies: a tree's latency, every byte 2 (n - 1) / n times.
                             deep = np.ceil(np.log2(routes))
                             took += 2.0 * deep * p.link[LATENCY, r, other]
                             took += 2.0 * (routes - 1) / routes * moved * p.link[PER_BYTE, r, other]

@@ -27,9 +27,10 @@ keys.py)."""
     ROW_AT_F, ROW_KEY_F, ROW_F_MS, ROW_HOLD, ROW_RESERVE, ROW_AT_I, ROW_KEY_I, ROW_I_MS, ROW_FREED, ROW_W_MS, ROW_TAIL,
     ROW_LATER,
 ) = range(12)  # fmt: skip
-"""These are the columns of `Scratch.row`: when the next F can start (infinite if it cannot yet), its key, its time, its
-memory and what must stay free beside it; the same of the next I and W; and what the rank's later stages hold of one
-micro-batch."""
+"""These are the columns of `Scratch.row`. For the next F: when it can start (infinite if it cannot yet), its key, its
+duration, the bytes that it takes and the bytes that must stay free beside it. For the next I: when it can start, its
+key, its duration and the bytes that it frees. For the next W: its duration and the bytes that it frees. The last column
+holds the bytes that the rank's later stages take for one micro-batch."""
 NUM_STAGE, NEXT_F, NEXT_I, NEXT_W, NEXT_R, NUM_FLIGHT, BEFORE, AFTER, RANK_BEFORE, RANK_AFTER = range(10)
 """These are the columns of `Scratch.num` for slots: the stage, the next micro-batch of every kind of op, the limit of
 micro-batches in flight, and the slots and ranks of the neighbours in the chain."""
@@ -69,7 +70,7 @@ def set_up(p, st, keys, sc):  # type: ignore[no-untyped-def]
         mine[r, FREE] = 0.0
         mine[r, OWED] = 0.0
         mine[r, WAY] = 0.0
-        # A rank that recomputes must always be able to restore its hungriest stage.
+        # Leave room for one R: a rank must always be able to restore the activations of any stage that it recomputes.
         mine[r, LIMIT] -= again
     num[at_rank + ranks, SLOTS_FROM] = sc.place[FIRST, ranks]
     for s in range(stages):
@@ -98,7 +99,7 @@ def set_up(p, st, keys, sc):  # type: ignore[no-untyped-def]
             sc.arrive[FOR_F, s, m] = inf if s > 0 else 0.0
             sc.arrive[FOR_I, s, m] = inf
     row[sc.place[SLOT, 0], ROW_AT_F] = 0.0
-    # The last gradient of a rank's lowest stage must still pass the stages below; the last W of stage 0 follows it.
+    # After the last I of a rank's first stage, the gradient must pass all stages before it; the W of stage 0 follows.
     back = 0.0
     if p.count[VARIANTS] == 1:
         for s in range(stages):
