@@ -37,13 +37,13 @@ from octopipe.huggingface.shell import (
 from octopipe.runtime.torch_private import WithoutFunctionModes, pytree
 
 BATCH, TOKENS = 3, 7
-"""The trace's batch: sizes that no width of a model equals by chance."""
+"""The sizes of the batch for tracing, chosen so that they differ from usual widths of models."""
 IDS = ("input", "input_ids")
 """Marks the tokens among the names of what a tensor was computed from."""
 LAYER = "layer"
 """Marks, among the names of what a tensor was computed from, the output of a layer."""
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
-"""Types of arguments that say the same whoever reads them."""
+"""Types of constant arguments, which layers may receive without a transfer between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,26 +51,27 @@ class Anatomy:
     """The result of a trace: how a model is split, and what its pieces need."""
 
     path: str
-    """The layers' list in the model: `model.layers`."""
+    """The name of the list of layers in the model, such as `model.layers`."""
     num_layers: int
-    """Without embedding and head."""
+    """The number of layers, without embedding and head."""
     returns: int
-    """Layers return tuples of so many, or (0) the hidden state itself."""
+    """The length of the tuple that layers return; 0: they return the hidden state itself."""
     batch_dim: int
-    """Of the hidden state; the tokens' dimension follows."""
+    """The batch dimension of the hidden state. The dimension of tokens follows it."""
     embed_names: frozenset[str]
-    """Parameters and buffers that work before or between layers, and those nothing uses."""
+    """Parameters and buffers that are used before or between layers, and unused ones."""
     head_names: frozenset[str]
-    """Parameters and buffers that work behind the last layer; a tied one is in both."""
+    """Parameters and buffers that are used after the last layer. A tied one is in both sets."""
     carried: tuple[tuple[int, int], ...]
-    """Tensors made of embeddings that layers take beside the hidden state: the first layer and the leaf there."""
+    """Tensors computed before the layers that layers take in addition to the hidden state: for each, the first layer
+    that takes it and the index among that layer's arguments."""
     takes: tuple[Mapping[int, int], ...]
-    """Per layer: leaf -> which carried tensor it is."""
+    """For every layer, its arguments that are carried tensors: index of the argument -> index in `carried`."""
     needs_ids: bool
     """Whether layers' arguments, or what follows the last layer, depend on the tokens themselves."""
 
     def last_use(self, number: int) -> int:
-        """The last layer that takes this tensor, which travels beside the hidden state."""
+        """The last layer that takes this carried tensor."""
         return max(k for k, taken in enumerate(self.takes) if number in taken.values())
 
 
@@ -85,7 +86,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             lists.append((name, module))
     fitting = [item for item in lists if len(item[1]) in wanted]
-    # Lists beside the layers (norms per layer, say) have far fewer parameters.
+    # Other lists of this length (norms per layer, for example) have far fewer parameters.
     fitting.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
     if not fitting:
         raise OctoPipeError(
@@ -168,12 +169,12 @@ def trace(model: nn.Module) -> Anatomy:
             return _Trace(model, path, len(layers), returns).run()
         except OctoPipeError:
             raise
-        except Exception as error:  # whatever a family's code does with values it does not expect
+        except Exception as error:  # a family's code may raise anything for values that it does not expect
             text = " ".join(str(error).split())[:160]
             if isinstance(error, Refused):
                 reason = reason or text
             problem = problem or f"its forward fails around stand-ins for them ({type(error).__name__}: {text})"
-    # A reason of ours says more than what the family's code says about a wrong guess of what its layers return.
+    # A reason of ours is more helpful than an error of the family's code after a wrong guess of `returns`.
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason or problem}")
 
 
@@ -202,7 +203,7 @@ class _Trace:
                 module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
         answers.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
-        # Stand-ins have no routers; what those say is `routers.py`'s business.
+        # Stand-ins have no routers; `routers.py` handles router logits.
         asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, value in self._named(shell):
@@ -222,7 +223,7 @@ class _Trace:
             num_layers=self.count,
             returns=self.returns,
             batch_dim=self.batch_dim,
-            # What nothing uses stays in the model, as it does in the whole one.
+            # Unused parameters go to the embedding, so that all pieces together hold the whole model.
             embed_names=frozenset(used["embed"] | (everything - used["embed"] - used["head"])),
             head_names=frozenset(used["head"]),
             carried=tuple(self.carried),

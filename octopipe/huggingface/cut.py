@@ -69,13 +69,14 @@ def layers(
     A model with a vision or audio tower, or with an encoder, has the layers of all its stacks, in the order in which
     its forward runs them, and a piece wherever something else is computed between two of them.
 
-    `source`: a model that is built already (its parameters are used as they are), a config, or the path of a
-    `config.json` or of a model's folder. From a path or a config every entry is a factory: memory is taken for the
-    layers a rank holds, on `device`. A folder's safetensors are read (`pretrained=False`: not); otherwise weights are
-    drawn from `seed` and the parameters' names, the same under every plan. `num_layers` counts embedding and head.
-    `attention`: transformers' name of an attention implementation. `liger`: with liger_kernel's norms and products.
-    `example`: inputs of a small batch, for models that take more than tokens; for usual ones it is made up.
-    `predictions`: train the config's multi-token-prediction layers too, with this weight of their mean loss.
+    `source`: a model that has been built (its parameters are used as they are), a config, or the path of a
+    `config.json` or of a model's folder. From a path or a config every entry is a factory, so that a rank allocates
+    memory, on `device`, only for the layers it holds. A folder's safetensors are read unless `pretrained=False`;
+    otherwise weights are initialised from `seed` and the parameters' names, identically under every plan. `num_layers`
+    includes embedding and head. `attention`: transformers' name of an attention implementation. `liger`: use Liger's
+    norms and gated products. `example`: inputs of a small batch for models that take more than tokens (by default one
+    is made up). `predictions`: also train the config's multi-token-prediction layers, with this weight of their mean
+    loss.
     """
     if isinstance(source, nn.Module):
         if num_layers is not None or pretrained or attention is not None or liger:
@@ -164,7 +165,7 @@ class LayerList(list[Factory | nn.Module]):
 
     @cached_property
     def shifted_loss(self) -> ShiftedLoss | PathLosses:
-        """The same loss for targets that are the next tokens themselves."""
+        """`loss_fn` for targets that are already the next tokens."""
         if isinstance(self._cut, PredictionCut):
             return self._cut.loss(shifted=True)
         assert isinstance(self.loss_fn, CausalLoss)
@@ -278,7 +279,7 @@ class _Cut:
 
         def tensor(name: str, old: Tensor) -> Tensor:
             if isinstance(old, nn.Parameter):
-                # Tied parameters meet here under their first name.
+                # `old` appears here under its first name only; the piece may use it under a tied name.
                 if any(n in mine for n in self._names_of(old)):
                     if self.weights is None:
                         return old
@@ -304,9 +305,9 @@ class _Cut:
         return self._by_id.get(id(parameter), [])
 
     def _ties(self, k: int, piece: nn.Module) -> dict[str, str]:
-        """Own name -> the tie's, for parameters that other layers hold too."""
+        """For parameters that other layers hold, too: the name in this piece -> the name of the tie."""
         out = {}
-        # Under every name: a parameter that is replaced by its twin must be replaced wherever it is used.
+        # Under every name, because a tied parameter must be replaced wherever the piece uses it.
         for name, _ in piece.named_parameters(remove_duplicate=False):
             whole = self.prefix(k) + name.split(".", 1)[1]
             names = self._names_of(self.model.get_parameter(whole))

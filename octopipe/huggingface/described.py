@@ -28,7 +28,7 @@ from octopipe.models.readers.hf_config import from_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfModel:
-    """A transformers model with the properties that a `ModelSpec` has for running it; it cannot be priced."""
+    """A transformers model with those properties of a `ModelSpec` that a run needs. It has no analytic costs."""
 
     source: str | dict[str, Any]
     """Path of a config.json or of a model's folder, or a preset's config."""
@@ -36,11 +36,11 @@ class HfModel:
     class_name: str
     """The transformers class whose code runs."""
     kinds: tuple[str, ...]
-    """What every layer is, embedding and head included."""
+    """A description of every layer, embedding and head included."""
     pattern: str
     """One symbol per layer."""
     groups: tuple[int, ...]
-    """Layers of one number are equal but for their weights."""
+    """For every layer, a number that is equal for layers which differ only in their weights."""
     hidden: int
     vocab: int
     training_parameters: int
@@ -50,29 +50,30 @@ class HfModel:
     attention: str | None = None
     liger: bool = False
     dtype: str | None = None
-    """Of the config, by torch's name."""
+    """The dtype that the config states, by its name in torch."""
     layer_parameters: tuple[int, ...] = ()
-    """Of every layer; a parameter that both ends use counts at both."""
+    """The number of parameters of every layer. One that embedding and head share counts in both."""
     inputs: InputForm | None = None
-    """What a micro-batch consists of, where that is more than tokens."""
+    """The form of a micro-batch's inputs; None if they are only tokens."""
     predictions: float | None = None
-    """Weight of the loss of its multi-token-prediction layers, where they are trained."""
+    """The weight of the mean loss of its multi-token-prediction layers; None if they are not trained."""
     takes: tuple[tuple[int, ...], ...] = ()
-    """Per layer: the layers whose outputs it takes; empty: that of the layer before it."""
+    """For every layer, the layers whose outputs it takes. Empty if the layers are a chain."""
     shared: tuple[tuple[tuple[int, ...], int], ...] = ()
-    """Of such layers: which of them share parameters, and how many."""
+    """If the layers are not a chain: which of them share parameters, and how many parameters."""
     untrained_predictions: int = 0
-    """Multi-token-prediction layers of the config that the transformers class leaves out."""
+    """The number of multi-token-prediction layers of the config that are not trained."""
     fresh_predictions: int = 0
-    """Parameters of trained prediction layers that its folder does not have: they begin with fresh values."""
+    """The number of parameters of trained prediction layers that are initialised at random, because its folder does not
+    contain them."""
 
     @property
     def num_layers(self) -> int:
         return len(self.kinds)
 
     def graph(self, static_bytes: Sequence[float] = ()) -> LayerGraph | None:
-        """The connections of the layers if they are not a chain. `static_bytes`: what each layer holds, of which shared
-        parameters are a part."""
+        """The connections of the layers; None if they are a chain. `static_bytes`: the bytes of every layer, from which
+        those of shared parameters are derived."""
         if not self.takes:
             return None
         shared = []
@@ -95,7 +96,7 @@ class HfModel:
         )
 
     def told(self) -> str:
-        """A description of whose code runs and where the weights come from."""
+        """A text that states which code runs and where the weights come from."""
         weights = "weights of its folder" if self.pretrained else "fresh weights"
         more = "" if self.predictions is None else f" with multi-token prediction (weight {self.predictions:g})"
         return f"transformers' {self.class_name}{more}, {weights}"

@@ -20,7 +20,7 @@ from octopipe.huggingface.prediction_cut import PredictionCut
 from octopipe.huggingface.section_cut import SectionCut
 
 _HALF = 11
-"""Tokens of each of the two documents that are tried: twice that is no usual width of a head."""
+"""The length of each of the two documents of the check. Twice this number is no usual width of a head."""
 _STATE = re.compile("Mamba|SSM|Recurrent|Rwkv|DeltaNet|LinearAttention|LightningAttention|Retention|ShortConv")
 
 
@@ -58,6 +58,6 @@ def cannot_keep_apart(parts: LayerList) -> str:
 
 
 def _blocks(mask: Any) -> bool:
-    """Whether a mask keeps the second document's tokens from the first document's, but not from each other."""
+    """Whether a mask prevents tokens of the second document from attending to the first one, but not to each other."""
     seen = mask if mask.dtype is torch.bool else mask > -1e4
     return not bool(seen[..., _HALF:, :_HALF].any()) and bool(seen[..., _HALF:, _HALF:].any())

@@ -50,10 +50,10 @@ USUAL_INPUTS = frozenset(
         "encoder_past_key_values",
     ]
 )
-"""Inputs that any model takes, or that stand for others."""
+"""Inputs that any model takes, or that replace other inputs."""
 OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwargs", "cache_position", "interpolate_")
 MARKS = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
-"""Inputs that say which tokens stand for an image."""
+"""Inputs that mark the tokens which are placeholders of an image."""
 MASK = "attention_mask"
 MOST_NAMES = 5
 
@@ -153,7 +153,7 @@ def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]
     except Exception as error:
         if trials.visits == 0:
             raise
-        # Some models compute with an attention mask without making one.
+        # Some models use an attention mask and do not create one if it is not given.
         masked = replace(media, inputs={**media.inputs, MASK: torch.ones(ROWS, 1, dtype=torch.long)})
         try:
             return _placed_as(model, masked, trials)
@@ -167,7 +167,7 @@ def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tens
     if places % ROWS or (media.most is not None and places > ROWS * media.most):
         raise ValueError(f"{ROWS} items become {places} features")
     batches = [_around(model, media, token, places // ROWS)]
-    if token is None and places:  # features that are added to the embeddings of all tokens, which are as many
+    if token is None and places:  # features that are added to the embeddings, one per token
         batches.append(_with_mask({"input_ids": _ids(model, tokens=places // ROWS), **media.inputs}))
     problem: Exception | None = None
     for batch in batches:

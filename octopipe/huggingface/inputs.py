@@ -26,7 +26,7 @@ from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
 IGNORED = -100
 GRID = "image_grid_thw"
 MOST_DIMS = 4
-"""An item's features with more dimensions stand row by row: images of a sequence, or tiles of an image."""
+"""Features of an item with more dimensions have one row per sequence (its images, or the tiles of its image)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class InputForm:
     """The inputs of a model that takes more than tokens, per item and per sequence."""
 
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Floating inputs: the shape of one item's; an item's first dimension is joined to the others'."""
+    """Floating-point inputs: the shape for one item. Items are concatenated along the first dimension."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """Whole-number inputs with one row per item: the row, a number or (nested) tuples of numbers."""
+    """Integer inputs with one row per item: the row, as a number or (nested) tuples of numbers."""
     masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Inputs that say which pixels or frames of an item are there, all of them: the shape of one item's."""
+    """Masks of an item's valid pixels or frames (all are valid): the shape for one item."""
     one_each: bool = False
-    """Whether every sequence has exactly one item: its features stand row by row, as the sequences do."""
+    """Whether every sequence has exactly one item, so that features have one row per sequence."""
     marks: tuple[str, ...] = ()
     masked: bool = False
-    """Whether the model takes no batch without an attention mask."""
+    """Whether the model requires an attention mask."""
     source_tokens: int = 0
     """Tokens of an encoder's source text; 0: the encoder reads features."""
     decodes: bool = False
@@ -51,18 +51,18 @@ class InputForm:
     start: int = 0
     """The decoder's first token."""
     places: int = 0
-    """That an item takes in a sequence, the token before it included; 0: none."""
+    """The number of tokens that an item occupies in a sequence, including the token before it; 0: none."""
     token: int = 0
-    """Stands for an item's features."""
+    """The placeholder token of an item's features."""
     before: int | None = None
-    """The token before an item's, where the model looks for it."""
+    """The token that precedes an item's placeholders, if the model needs one."""
     vocab: int = 2
     images: tuple[float, ...] = ()
-    """Items per sequence: one number for all, or one for every sequence of a pipeline's step; empty: 1."""
+    """Items per sequence: one (mean) number for all, or one for every sequence of a pipeline's step; empty: 1."""
     positions: int = 0
-    """Of one item in the encoder, where it may have any size; 0: the model fixes it."""
+    """The encoder's sequence length for one item, if items may have any size; 0 if the model fixes it."""
     num_tower_layers: int = 0
-    """The encoder's layers, which stand at the beginning."""
+    """The number of the encoder's layers, which are the first ones."""
 
     def items(self, sequences: int) -> list[int]:
         """The number of items in each of a pipeline's sequences; a fractional mean is spread evenly."""
@@ -78,8 +78,8 @@ class InputForm:
         return [math.floor((k + 1) * mean + 1e-9) - math.floor(k * mean + 1e-9) for k in range(sequences)]
 
     def typical(self, sequences: int) -> list[int]:
-        """The number of items of a micro-batch that is measured: the mean, and at least one unless there are none at
-        all."""
+        """The number of items in each sequence of a micro-batch that is measured: the mean, and at least one in total
+        unless the mean is 0."""
         if self.decodes or self.one_each:
             return [1] * sequences
         mean = sum(self.images) / len(self.images) if self.images else 1.0
@@ -101,8 +101,8 @@ class InputForm:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs and next tokens of a micro-batch.
 
-        `tokens`: [rows, seq + 1]; an item's places come first in its sequence. `seed`: one per row, for the values of
-        its items.
+        `tokens`: [rows, seq + 1]; the items replace the first tokens of their sequence. `seed`: one per row, for the
+        values of its items.
         """
         if self.decodes:
             inputs = {"decoder_input_ids": tokens[:, :-1].contiguous()}
@@ -113,7 +113,7 @@ class InputForm:
         rows = tokens.clone()
         item = [] if self.before is None else [self.before]
         item += [self.token] * (self.places - len(item))
-        rows[rows == self.token] = (self.token + 1) % self.vocab  # words do not stand for images
+        rows[rows == self.token] = (self.token + 1) % self.vocab  # ordinary tokens must not be placeholders
         for row, count in enumerate(items):
             rows[row, : count * self.places] = torch.tensor(item * count)
         ids, wanted = rows[:, :-1].contiguous(), rows[:, 1:].clone()
@@ -126,7 +126,7 @@ class InputForm:
         return {**inputs, **self._values(items, seed, dtype)}, wanted
 
     def ignored(self, count: int) -> int:
-        """The number of targets that no loss counts, in a sequence with this number of items."""
+        """The number of targets of a sequence with this number of items that the loss ignores."""
         return 0 if self.decodes else max(count * self.places - 1, 0)
 
     def _values(self, items: Sequence[int], seed: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class InputForm:
                 if count:
                     parts.append(torch.randn(count * shape[0], *shape[1:], generator=generator))
             out[name] = torch.cat(parts).to(dtype)
-        if PATCHES in out:  # they begin with their row and their column
+        if PATCHES in out:  # patches begin with the numbers of their row and column
             out[PATCHES][..., :2] = torch.arange(1, out[PATCHES].shape[1] + 1)[:, None].to(dtype)
         out |= {name: torch.ones(total, *shape, dtype=torch.bool) for name, shape in self.masks.items()}
         out |= {name: torch.tensor([row] * total) for name, row in self.numbers.items()}

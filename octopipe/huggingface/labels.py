@@ -24,7 +24,8 @@ from octopipe.runtime.stages.shards import MeanCrossEntropy
 
 IGNORED = -100
 ALL_LABELS = "num_labels_in_batch"
-"""Beside `num_items_in_batch` (labels that have a token before them): all labels, which aligned losses count."""
+"""Key of the number of all labels, which aligned losses divide by. `num_items_in_batch` does not count labels without a
+preceding token."""
 
 
 class CausalLoss:
@@ -79,7 +80,7 @@ class AlignedLoss:
         **counts: Any,
     ) -> Tensor:
         wanted = labels if labels is not None else shift_labels
-        assert wanted is not None  # `CausalLoss` has asked for one of them
+        assert wanted is not None  # `CausalLoss` has checked that one is given
         return _mean_loss(logits, wanted, vocab_size, counts.get(ALL_LABELS, num_items_in_batch))
 
 
@@ -100,7 +101,7 @@ class HandLoss:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         if shift_labels is None:
-            assert labels is not None  # `CausalLoss` has asked for one of them
+            assert labels is not None  # `CausalLoss` has checked that one is given
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         text = logits[:, -shift_labels.shape[1] :]
         return _mean_loss(text, shift_labels, vocab_size, num_items_in_batch, self.smoothing)
@@ -122,7 +123,7 @@ def _mean_loss(
 
 
 class ShiftedLoss(CausalLoss):
-    """The same loss for targets that are already the next tokens: a tensor is taken as `shift_labels`."""
+    """`CausalLoss` for targets that are already the next tokens: a tensor is taken as `shift_labels`."""
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         return super().__call__(output, {"shift_labels": target} if isinstance(target, Tensor) else target)

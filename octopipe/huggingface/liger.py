@@ -16,9 +16,9 @@ from torch import nn
 from octopipe.base.errors import OctoPipeError
 
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
-"""Words of ours -> transformers' names."""
+"""Values of `--kernels` -> transformers' names of attention implementations."""
 TAKEN = ("mamba_ssm", "fla")
-"""What transformers takes by itself."""
+"""Values of `--kernels` for packages that transformers uses by itself if they are installed."""
 WORDS = (*ATTENTION, "liger", *TAKEN)
 
 

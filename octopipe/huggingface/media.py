@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 5
-"""A number of rows that no width of a model equals by chance; no layer returns a tuple of so many."""
+"""The number of rows of a batch. No usual width of a model equals it, and no layer returns a tuple of this length."""
 TOKENS = 7
-"""A number of tokens that no width of a model equals by chance."""
+"""The number of tokens of a row, which no usual width of a model equals."""
 VALUE = 0.5
 PIXELS = ("pixel_values", "image_pixel_values", "pixel_values_images", "image_patches")
 RECORDINGS = ("input_features", "audio_input_features", "input_values")
@@ -31,16 +31,16 @@ OTHER_TEXTS = ("protein_input_ids",)
 MEDIA = (*PIXELS, *RECORDINGS, PATCHES, *OTHER_TEXTS)
 """Main inputs of models that take more than tokens."""
 SIDES = ("image_size", "crop_size", "resolution")
-"""Config fields: the pixels of an image's side."""
+"""Config fields with the side of an image in pixels."""
 CHANNELS = ("num_channels", "in_channels", "in_chans", "n_channels")
 STEPS = "channel_multiplier"
 """Config field of towers that halve an image step by step instead of taking patches."""
 MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size", "downsample_factor")
-"""Config fields: how many patches of each direction become one token."""
+"""Config fields with the number of patches in each direction that become one token."""
 BINS = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "input_size", "mel_bins")
 FRAMES = ("max_source_positions", "max_position_embeddings", "n_ctx")
 MOST_FRAMES = 3000
-"""Frames of a recording whose length the config does not bound: Whisper's half a minute."""
+"""The most frames of a recording: those of Whisper's half a minute. Longer bounds of a config are not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ class Media:
     """The inputs of one image or recording per row."""
 
     kind: str
-    """`image`, `video` or `audio`: the config names the token that stands for it."""
+    """`image`, `video`, `audio` or `text`, by which the config names the placeholder token."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     most: int | None = None
-    """Places that it takes at most: a frame of a recording is one place or less."""
+    """The most tokens that it can occupy (a frame of a recording is one token at most); None: no bound."""
 
 
 def inputs_of(model: nn.Module) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ def _shapes(part: Any, config: Any, names: Mapping[str, Any]) -> Iterator[tuple[
             yield (rows, channels, patch, patch), more
             yield (1, rows, channels, patch, patch), more
             yield (rows // merge**2, merge * patch, merge * patch, channels), more
-            # Some count the grid in squares of merged patches.
+            # Some models count the grid in squares of merged patches.
             merged = {**more, name: torch.tensor([[*time, 2, 2]] * ROWS)}
             yield (ROWS * 4, merge * patch, merge * patch, channels), merged
         return
@@ -257,7 +257,7 @@ def _recordings(name: str, names: Mapping[str, Any], config: Any, dtype: torch.d
         return
     words = ("audio", "speech", "encoder", "sound")
     for _, part in _described(config, words, BINS):
-        # Some stack the bins of several frames, and a field of their own says how wide a stack is.
+        # Some models stack the bins of several frames and give the width of a stack in another field.
         widths = dict.fromkeys(bins for name in BINS if (bins := number(part, (name,))))
         bound = number(part, FRAMES)
         lengths = dict.fromkeys((2 * bound if bound and 2 * bound <= MOST_FRAMES else 200, 200, 24))

@@ -1,4 +1,4 @@
-"""The loss that a model's own forward computes, found by asking the forward.
+"""The loss that a model's own forward computes, found by running the forward.
 
 Knows: how a forward is run on given logits (around placeholder layers, with a placeholder for the projection to the
 vocabulary), and which losses it may have computed. Does not know: pipelines or how models are split.
@@ -41,7 +41,7 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
             f"{type(model).__name__} computes no loss: its forward takes no labels; give Pipeline a loss of your own "
             "(the last layer's output are the logits)"
         )
-    # Aligned first: a `loss_function` that does not shift labels counts all of them, and this one knows how many.
+    # Aligned first: it also equals a `loss_function` that does not shift labels, and it divides by their right number.
     candidates = [CausalLoss(model, AlignedLoss())]
     named = getattr(getattr(model, "loss_function", None), "__name__", "")
     if uses_its_loss_function(model) or named == "ForCausalLMLoss":
@@ -50,14 +50,14 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
     candidates += [CausalLoss(model, HandLoss(smoothing)) for smoothing in sorted(smoothed)]
     try:
         found, logits, labels = _asked(model, paths, example, returns)
-    except Exception as error:  # a forward that cannot be asked
+    except Exception as error:  # a forward that cannot be run this way
         said = " ".join(str(error).split())[:100]
         why = "from something else than one row of logits for every token" + (f" ({said})" if said else "")
         raise _refusal(model, why) from None
     for loss in candidates:
         try:
             mine = loss(logits, labels)
-        except Exception:  # a function that takes other arguments
+        except Exception:  # this loss function takes other arguments
             continue
         if torch.allclose(mine.double(), found.double(), rtol=1e-4, atol=1e-5):
             return loss
@@ -118,11 +118,11 @@ def _asked(
     except Exception:
         if len(shape) == 2:
             raise
-        shape = shape[:2]  # several codes for every position, and one label
+        shape = shape[:2]  # inputs with several codes per position, but one label per position
         out = run(labels := _labels(shape, words))
     if given.logits is None or out.logits.numel() != given.logits.numel():
         raise ValueError("its loss is of more logits than its forward gives, or of others")
-    # Words that the forward rules out have an infinite loss, which is equal to that of any other function.
+    # Tokens that the forward excludes have an infinite loss under every loss function, so they are no labels.
     allowed = (out.logits.flatten(0, -2) > torch.finfo(out.logits.dtype).min / 2).all(0)
     if not allowed.all():
         out = run(labels := _labels(shape, allowed.nonzero().flatten()))
@@ -143,7 +143,7 @@ def _projection(shell: nn.Module) -> str:
     many rows as the vocabulary, or with that many for each of several channels."""
     said = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
     vocab = text_config(shell).vocab_size
-    # An embedding that a model names here is used as a matrix, beside its own forward.
+    # An embedding as output embedding is used through its weight, not through its forward, so it cannot be replaced.
     found = [name for name, module in shell.named_modules() if module is said and not isinstance(module, nn.Embedding)]
     rows = {name: module.out_features for name, module in shell.named_modules() if type(module) is nn.Linear}
     found += reversed([name for name, count in rows.items() if count == vocab])

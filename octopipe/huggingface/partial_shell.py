@@ -1,4 +1,4 @@
-"""A model without its layers, which has memory for some of its parameters alone.
+"""A model without its layers, with memory only for some of its parameters.
 
 Knows: that a piece between layers holds the parameters it uses, that all others are shapes without memory, and that
 pieces of a model on `meta` are filled. Does not know: which parameters a piece uses (`sections.py`,
@@ -23,7 +23,7 @@ class PartialShell(NamedTuple):
     model: nn.Module
     answers: LayerAnswers
     missing: list[tuple[str, Tensor]]
-    """Parameters of other pieces, under each of their names outside the layers, of which this one has shapes alone."""
+    """Parameters of other pieces, of which this one has only shapes, under each of their names outside the layers."""
 
 
 def partial_shell(
@@ -49,6 +49,6 @@ def partial_shell(
     if weights is not None:
         held = {name for name, _ in shell.named_parameters(remove_duplicate=False)}
         weights.fill(shell, "", [name for name, _ in outside(model, paths) if name in held])
-    # A name inside a layer leads through its stand-in to the model's own layer, which keeps its parameters.
+    # Names inside layers are left out: they lead through a stand-in to the model's own layer, which is not changed.
     outer = {name for name, _ in outside(model, paths)}
     return PartialShell(shell, answers, [(name, old) for old in missing for name in names[id(old)] if name in outer])

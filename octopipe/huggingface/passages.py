@@ -107,7 +107,7 @@ class _Run:
         self._at = -1
         self._hidden: Tensor | None = None
         self._before: Tensor | None = None
-        """What the visit before returned."""
+        """The hidden state that the previous visit returned."""
         self._tensors: dict[int, tuple[int, Tensor]] = {}
         self._calls: list[Any] = []
         self._call_of: list[int] = []
@@ -131,8 +131,8 @@ class _Run:
         return returned(out, sections.returns[layer], g)
 
     def _next(self, layer: int) -> int:
-        """The number of this visit: the next one, after the latest visit, of this layer. Stacks that the batch does not
-        run are skipped."""
+        """The number of this visit: the first visit of this layer after the latest visit. Visits of stacks that the
+        batch does not run are skipped."""
         for g in range(self._at + 1, len(self._sections.visits)):
             if self._sections.visits[g] == layer:
                 return g
@@ -217,7 +217,7 @@ class Visit(nn.Module):
         self._first = sections.starts[passage]
         self._is_last = number == sections.stop(passage) - 1
         self._is_idle = sections.is_idle(number)
-        """The model runs this layer and uses nothing of it (a tower of which an earlier layer's output is taken)."""
+        """Whether the model does not use this layer's result (in a tower of which an earlier output is taken)."""
 
     def forward(self, value: Travel) -> Travel:
         if "calls" not in value:  # this micro-batch does not visit the layer

@@ -33,9 +33,9 @@ from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, w
 from octopipe.runtime.torch_private import pytree
 
 SIDE = ("attention_mask", "position_ids")
-"""Inputs that every layer's arguments may depend on."""
+"""Inputs besides the tokens, on which the arguments of every layer may depend."""
 REMEMBERED = 8
-"""Shapes whose arguments are kept."""
+"""The number of shapes of batches for which the layers' arguments are kept."""
 
 
 def inputs_of(batch: Any) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class Recorder:
     """The arguments of every layer, by the shape of the batch, from the model's own forward without its layers. There
     is one recorder per rank."""
 
-    octopipe_no_state = True  # caches that depend on shapes alone (`runtime/stages/places.py`)
+    octopipe_no_state = True  # only caches, which depend on nothing but shapes (`runtime/stages/places.py`)
 
     def __init__(self, model: nn.Module, anatomy: Anatomy):
         self._model, self._anatomy = model, anatomy
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 class _WithoutRouters:
-    """Used if nobody needs the logits of routers."""
+    """A context that records no router logits, for models that do not train their routers."""
 
     def __enter__(self) -> list[Tensor]:
         return []

@@ -97,7 +97,7 @@ class PredictionCut:
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Parameters that a folder should contain and does not."""
+        """Parameters of the predictions that the folder does not contain, and which are initialised at random."""
         return () if self.weights is None else tuple(sorted(self.weights.absent))
 
     def pieces(self) -> list[Any]:
@@ -145,7 +145,7 @@ class PredictionCut:
             return frozenset(name for name in names if name.startswith("predictions.shared_head."))
         mine = [f"predictions.layers.{number}.", "predictions.shared_post_norm."]
         found = {name for name in names if name.startswith(tuple(mine))}
-        if number == 0:  # the norm that stands before the main head
+        if number == 0:  # the norm before the main head, which the first prediction layer also runs
             head = {id(p) for p in self.model.get_output_embeddings().parameters()}
             found |= {n for n in self._parameters_of(self.blocks + 1) if id(self.model.get_parameter(n)) not in head}
         return frozenset(found)

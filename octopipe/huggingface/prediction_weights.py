@@ -1,4 +1,4 @@
-"""Weights of multi-token-prediction layers in a model's folder: read beside the main model's, and written again.
+"""Weights of multi-token-prediction layers in a model's folder: read and written together with the main model's.
 
 Knows: under which names families store them (DeepSeek-V3 and GLM-4.5 as layers behind the last one, others under
 `mtp.`), and that transformers converts these names (`MtpModel.get_weight_conversions`). Does not know: how pieces are
@@ -21,7 +21,7 @@ MAIN, MORE = "main.", "predictions."
 ONE_LEVEL_UP = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm",
 }  # fmt: skip
-"""Names under `mtp.` of what surrounds the block of a single prediction layer (Qwen3-Next, Mellum)."""
+"""Parts of a single prediction layer that are stored directly under `mtp.`, with their names (Qwen3-Next, Mellum)."""
 
 
 class PredictionStore:
@@ -36,7 +36,7 @@ class PredictionStore:
         self._more = Store(model.predictions, folder, mapping=mapping, wanted=lambda key: mine.search(key) is not None)
         own = {name for name in first_names(model).values() if name.startswith(MORE)}
         self.absent = frozenset(name for name in own if not self._more.holds(name.removeprefix(MORE)))
-        """Parameters of the predictions that the folder does not have: they begin with fresh values."""
+        """Parameters of the predictions that the folder does not contain, so that they are initialised at random."""
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
         """The values of those parameters and buffers that the folder contains."""
@@ -55,7 +55,7 @@ def _keys_of_predictions(model: WithPredictions) -> re.Pattern[str]:
 
 
 def save_with_predictions(model: WithPredictions, target: Path, **options: Any) -> None:
-    """Write main model and predictions into one folder; `from_pretrained` takes the main model from it."""
+    """Write main model and predictions into one folder, from which `from_pretrained` reads the main model."""
     main: Any = model.main
     state = {**main.state_dict(), **dict(_as_stored(model))}
     main.save_pretrained(target, state_dict=state, **options)
@@ -80,7 +80,7 @@ def _as_stored(model: WithPredictions) -> Iterator[tuple[str, Tensor]]:
                 continue
             name = name.removeprefix("mtp_block.").replace("post_norm.", f"{norm}.")
             yield f"{path}.{first + k}.{name}", value
-        if not any(under):  # DeepSeek-V3's folder has the main model's two tables once more beside each of them
+        if not any(under):  # DeepSeek-V3's folder repeats the main model's embedding and head in each of these layers
             for name, module in (("embed_tokens", main.get_input_embeddings()), ("shared_head.head", main.lm_head)):
                 yield f"{path}.{first + k}.{name}.weight", _copy(module)
     shared = getattr(model.predictions, "shared_post_norm", None)

@@ -26,9 +26,9 @@ from octopipe.huggingface.shell import LayerAnswers, Unpacked, initialise, zeros
 PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Config keys under which families give the number of their multi-token-prediction layers."""
 USUAL_WEIGHT = 0.3
-"""Of the predictions' mean loss, as for most of DeepSeek-V3's training."""
+"""The weight of the predictions' mean loss in most of DeepSeek-V3's training."""
 AHEAD = "ahead"
-"""In what the embedding hands on: the embeddings of the tokens, where the first layer takes something else."""
+"""Key of the tokens' embeddings in the output of the embedding, if the first layer takes something else."""
 
 
 def prediction_layers(config: Any) -> int:
@@ -113,7 +113,7 @@ class PredictionLayer(nn.Module):
             )
         first = embedded if isinstance(embedded, Tensor) else embedded.get(AHEAD, embedded["hidden"])
         shift = self._number + 1
-        # Where a sequence ends there is no token ahead, and nothing is predicted.
+        # At the end of a sequence there are no tokens ahead; these positions have no labels (`ahead_of`).
         ahead = nn.functional.pad(first, (0, 0, 0, shift))[:, shift:]
         places = torch.arange(shift, ahead.shape[1] + shift, device=ahead.device)[None]
         with Unpacked({}):
@@ -152,7 +152,7 @@ class PredictionLoss:
     """
 
     in_training_alone = True
-    """An evaluation is about the next token."""
+    """Whether the loss is left out of evaluations, which measure only the prediction of the next token."""
 
     def __init__(self, number: int, part: float, *, shifted: bool):
         self.number, self.part, self.shifted = number, part, shifted
@@ -219,15 +219,15 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
     try:
         torch.set_default_dtype(main.dtype)  # type: ignore[arg-type]
         made = MtpModel(main, count)
-    except Exception as error:  # configs that do not say what their prediction layers are
+    except Exception as error:  # configs that do not describe their prediction layers
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(
             f"transformers cannot make the multi-token-prediction layers of {name} ({why}); leave --mtp out"
         ) from None
     finally:
         torch.set_default_dtype(before)
-    made._init_weights = main._init_weights  # the same kinds of layers
-    made.embed_tokens = None  # its layers are given embeddings
+    made._init_weights = main._init_weights  # they consist of the same kinds of layers as the main model
+    made.embed_tokens = None  # `forward_layer` is called with embeddings
     if not any(p.is_meta for p in made.parameters()):
         made.layers.to(next(main.parameters()).device)
         for module in made.layers.modules():

@@ -4,7 +4,7 @@ Knows: names given to tensors ("sources"), and the names that reach any tensor c
 or what the names mean.
 
 Calls of torch's Python functions are followed; what is computed elsewhere (a custom autograd function, say) has no
-names, and `torch.Tensor.requires_grad` tells whether something was lost.
+names. The caller can detect this by `requires_grad`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SHAPE_ALONE = frozenset(
         "full_like",
     )
 )
-"""Calls whose results have nothing of their arguments' values."""
+"""Calls whose results do not depend on the values of their tensor arguments."""
 LIKE_SECOND = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
-"""Calls that use the values of their first argument alone."""
+"""Calls that use the values of only their first argument."""
 READS = frozenset(("tolist", "item", "nonzero", "masked_select", "unique", "unique_consecutive", "bincount"))
 READS |= frozenset(("__bool__", "__int__", "__float__", "__index__", "numpy"))
-"""Calls whose results' shapes, or the Python values they give, depend on their arguments' values."""
+"""Calls that return Python values, or tensors whose shapes depend on the values of the arguments."""
 IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"))
 
 
@@ -51,10 +51,10 @@ class Provenance(TorchFunctionMode):
         super().__init__()
         self.meta = False
         self.read: set[Hashable] = set()
-        """The names of all tensors whose values have decided about shapes or about the way the forward takes."""
+        """The names of all tensors whose values have determined shapes or the control flow of the forward."""
         self._names: dict[int, frozenset[Hashable]] = {}
         self._alive: list[Tensor] = []
-        """A tensor that ceases to exist would leave its identity to another."""
+        """References to all named tensors, so that their ids are not reused."""
 
     def name(self, tensor: Tensor, *names: Hashable) -> None:
         """Add names to a tensor."""

@@ -88,7 +88,7 @@ class SectionCut:
         return Passage(shell, answers, sections, number, missing, self.routers)
 
     def _ties(self, layer: int, piece: nn.Module) -> dict[str, str]:
-        """Own name -> the tie's, for parameters that other pieces hold too."""
+        """For parameters that other pieces hold, too: the name in this piece -> the name of the tie."""
         out = {}
         for name, _ in piece.named_parameters(remove_duplicate=False):
             whole = self.prefix(layer) + name.split(".", 1)[1]

@@ -4,8 +4,8 @@ Knows: in which order a forward visits the layers of all stacks, at which visits
 layers, and what that needs: parameters, outputs of earlier layers, inputs of the model. Does not know: how the pieces
 run (`passages.py`), where weights come from, or model families by name.
 
-The code between two layers is a *passage*. A passage stands before the first layer, behind the last one, and wherever a
-layer does not simply take what the layer before it returned: between a tower and the language model, between an encoder
+The code between two layers is a *passage*. There is one before the first layer, one after the last, and one wherever a
+layer does not simply take what the previous layer returned: between a tower and the language model, between an encoder
 and the decoder. What a passage needs is found by running the model's forward once on an example with placeholder layers
 and following which tensors every argument of every layer was computed from (`provenance.py`).
 """
@@ -43,13 +43,13 @@ MOST_VISITS = 4096
 
 UNFOLLOWED = "its forward cannot be followed around layers that take and return one hidden state"
 MOST_STACKS = 6
-"""Of the lists that may be stacks, the largest are tried."""
+"""The number of lists that are tried as stacks: the largest ones."""
 WITH_NONE = -2
-"""Among what layers may return: the hidden state and None (XLNet's second stream where it is not used)."""
+"""A guess of what layers return: a tuple of the hidden state and None (XLNet without its second stream)."""
 MOST_GUESSES = 24
-"""How many combinations of what layers return are tried."""
+"""The number of guesses (one form of returned values per list) that are tried first."""
 RETURNS = (0, 1, 2, 3, 4, 5)
-"""What layers may return: a tensor, or a tuple of so many."""
+"""Guesses of what layers return: 0 is the hidden state itself, n a tuple of n values."""
 
 
 class _NotVisited(Refused):
@@ -78,28 +78,28 @@ class Sections:
     layers: tuple[str, ...]
     """Every layer's name in the model, one list after the other."""
     returns: tuple[int, ...]
-    """Per layer: it returns a tuple of so many, (0) the hidden state itself, or (negative) a tuple of so many of which
-    all but the hidden state are None."""
+    """What every layer returns. n: a tuple of n values; 0: the hidden state itself; -n: a tuple of n values, all None
+    except the hidden state."""
     visits: tuple[int, ...]
     """The layer of every visit; a layer that is used several times is visited several times."""
     starts: tuple[int, ...]
-    """The first visit behind every passage; the last passage stands behind all visits."""
+    """For every passage, the first visit after it. The last passage follows all visits."""
     parameters: tuple[frozenset[str], ...]
-    """Per passage: the parameters that it uses."""
+    """For every passage, the parameters that it uses."""
     outputs: tuple[frozenset[int], ...]
-    """Per passage: the visits whose hidden states it uses."""
+    """For every passage, the visits whose hidden states it uses."""
     values: tuple[frozenset[str], ...]
-    """Per passage: the inputs of the model whose values it uses."""
+    """For every passage, the inputs of the model whose values it uses."""
     kept: Mapping[tuple[int, int], tuple[int, int]]
-    """Arguments (visit, leaf) that an earlier passage has made already, as that visit's leaf."""
+    """Arguments (visit, leaf) that an earlier passage computed -> visit and leaf at which they occurred first."""
     asides: Mapping[int, frozenset[int]]
-    """Per visit: the results beside the hidden state that later layers take."""
+    """For visits, the positions of results besides the hidden state that later layers take."""
     last_aside: Mapping[tuple[int, int], int]
-    """The last visit that takes such a result."""
+    """For every such result (visit, position), the last visit that takes it."""
     own: Mapping[tuple[int, int], Any]
-    """Arguments that are objects of the model's (configs, functions): the same for every batch."""
+    """Arguments (visit, leaf) that are objects of the model, such as configs or functions: equal for all batches."""
     shared: Mapping[tuple[int, int], int]
-    """Arguments that are one container for several layers: its number."""
+    """Arguments (visit, leaf) that are a container which several layers share -> the number of the container."""
     changed: frozenset[int]
     """Visits whose hidden states the forward changes in place."""
     inputs: tuple[str, ...]
@@ -140,7 +140,7 @@ def stacks(model: nn.Module) -> list[str]:
 
 def _can_run(module: nn.Module) -> bool:
     """Whether a module has a forward of its own, which a list of parts lacks, and is not one of torch's own operations.
-    However long a list of those is, it is a part of something (such as the products of a projector)."""
+    A list of such operations is part of a module (the linear layers of a projector, for example), not a stack."""
     operation = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
     return type(module).forward is not nn.Module.forward and not operation
 
@@ -159,7 +159,7 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
     if not found:
         raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers")
     reason, furthest = "", -1
-    # All stacks are layers of the pipeline if the forward allows it; else the smaller ones run within a passage.
+    # First all stacks are tried as layers of the pipeline. If that fails, smaller ones are left to the passages.
     tried = [found[:count] for count in range(len(found), 0, -1)]
     for chosen in tried:
         paths = [name for name, _ in model.named_modules() if name in chosen]
@@ -176,8 +176,8 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
                 break
             except OctoPipeError:
                 raise
-            except Exception as error:  # whatever a family's code does with values that it does not expect
-                # A wrong guess of what layers return fails early: the attempt that came furthest says most.
+            except Exception as error:  # a family's code may raise anything for values that it does not expect
+                # A wrong guess fails early, so the error of the attempt that came furthest is the most helpful.
                 refused = isinstance(error, Refused)
                 if (far := len(attempt.visits) + MOST_VISITS * refused) > furthest:
                     text = " ".join(str(error).split())[:160]
@@ -236,13 +236,13 @@ class _Trace:
                 self.returns.append(count)
         self.visits: list[int] = []
         self.hidden: list[Tensor] = []
-        """What every visit returned."""
+        """The hidden state that every visit returned."""
         self.starts: list[int] = []
         self.parameters: list[set[str]] = []
         self.outputs: list[set[int]] = []
         self.values: list[set[str]] = []
         self.first: dict[int, tuple[int, int]] = {}
-        """Where a tensor was an argument first, by its identity."""
+        """For every tensor, by its id, the visit and leaf at which it was first an argument."""
         self.alive: list[Any] = []
         self.kept: dict[tuple[int, int], tuple[int, int]] = {}
         self.asides: dict[int, set[int]] = {}
@@ -263,14 +263,14 @@ class _Trace:
             if isinstance(value, Tensor):
                 self.provenance.name(value, ("input", name))
         head = shell.get_output_embeddings() if hasattr(shell, "get_output_embeddings") else None  # type: ignore[operator]
-        if isinstance(head, nn.Module):  # a vocabulary's logits need their shape alone
+        if isinstance(head, nn.Module):  # of the logits, only the shape and the names are needed
             head.register_forward_pre_hook(lambda *_: setattr(self.provenance, "meta", True))
         with answers.given_by(self._visit), Unpacked(inputs), self.provenance:
             out = shell(**inputs, **quiet(self.model))
         logits = getattr(out, "logits", None)
         if not isinstance(logits, Tensor):
             raise Refused("its forward gives no logits")
-        if logits.shape[:-1].numel() < _tokens(inputs):  # a tensor that was indexed in place of a tuple
+        if logits.shape[:-1].numel() < _tokens(inputs):  # the forward indexed a tensor as if it were a tuple
             raise ValueError("its forward gives fewer logits than the batch has tokens")
         run = {self.layers[layer].rpartition(".")[0] for layer in self.visits}
         if run != set(self.paths):
@@ -296,7 +296,7 @@ class _Trace:
             leaves, _ = leaves_of(args, kwargs)
             at = hidden_leaf(leaves)
             if self.hidden and leaves[at].ndim < self.hidden[-1].ndim and self._is_next(layer):
-                raise ValueError("its layers return a tuple")  # a tensor was indexed in its place
+                raise ValueError("its layers return a tuple")  # the forward indexed a tensor as if it were a tuple
             chained = bool(self.hidden) and leaves[at] is self.hidden[-1] and not leaves[at]._version
             late = any(self._is_late(leaf) for i, leaf in enumerate(leaves) if not (chained and i == at))
             if not chained or late:
@@ -304,7 +304,7 @@ class _Trace:
             for i, leaf in enumerate(leaves):
                 self._argument(g, i, leaf, chained=chained and i == at)
             self.visits.append(layer)
-            # No leaf of autograd: forwards may change in place what a layer has returned.
+            # Not a leaf of autograd, because forwards may change a layer's result in place.
             out = torch.zeros_like(leaves[at], requires_grad=True).clone()
             self.hidden.append(out)
             self.provenance.name(out, ("visit", g))
@@ -365,11 +365,11 @@ class _Trace:
         used = set().union(*self.parameters)
         named = [name for name, _ in outside(self.model, self.paths) if name in _parameters(self.model)]
         by_tensor = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False) if name in used}
-        # What nothing uses stays in the model, as it does in the whole one.
+        # Unused parameters go to the first passage, so that all pieces together hold the whole model.
         idle = {name for name in named if id(self.model.get_parameter(name)) not in by_tensor}
         parameters = [set(names) for names in self.parameters]
         parameters[0] |= idle
-        # Every passage runs the forward from its beginning, so what decides about its way is needed in all of them.
+        # Every passage runs the forward from its beginning, so all of them need the inputs that determine control flow.
         sources: Any = self.provenance.read
         read = {name for kind, name in sources if kind == "input"}
         shared: dict[tuple[int, int], int] = {}
@@ -401,7 +401,7 @@ def _tokens(inputs: Mapping[str, Any]) -> int:
 
 
 SENT = (bool, int, float, str, torch.dtype, type(None), Tensor)
-"""Arguments that travel with a micro-batch."""
+"""Types of arguments that are sent with a micro-batch."""
 
 
 def returned(hidden: Tensor, returns: int, visit: int) -> Any:

@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Beside:
-    """A placeholder, during a trace, for what a layer returns beside its hidden state; no later layer may take it."""
+    """A placeholder, during a trace, for a layer's results besides its hidden state. No later layer may take it."""
 
 
 def as_layer_returns(hidden: Tensor, returns: int, beside: Beside | None = None) -> Any:
@@ -320,7 +320,7 @@ def initialise(owner: nn.Module, module: nn.Module) -> None:
     from transformers import initialization
 
     before = torch.get_default_dtype()
-    try:  # tables are computed in the model's own precision, as where transformers builds it
+    try:  # tables are computed in the model's own precision, as when transformers builds it
         torch.set_default_dtype(getattr(owner, "dtype", before))
         with torch.no_grad(), initialization.guard_torch_init_functions():
             owner._init_weights(module)  # type: ignore[operator]

@@ -73,7 +73,7 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
         with _quiet():
             try:
                 config = package.CONFIG_MAPPING[kind].from_dict({k: _with_floats(v) for k, v in data.items()})
-            except Exception as error:  # validators of many kinds
+            except Exception as error:  # validators may raise anything
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"{where}: transformers does not take it: {why}") from None
     _refuse_other_kinds(config, where)
@@ -125,7 +125,7 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
     for key in ("output_hidden_states", "output_attentions"):
         if getattr(config, key, False):
             setattr(config, key, False)
-    if dtype is torch.float64:  # grouped kernels know no double precision
+    if dtype is torch.float64:  # grouped kernels do not support double precision
         options["experts_implementation"] = "eager"
     with _quiet():
         try:
@@ -141,10 +141,10 @@ def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     """The model that `build` returns, with parameters that take no memory."""
     with torch.random.fork_rng(devices=[]):
         try:
-            torch.manual_seed(0)  # what constructors draw themselves is the same on every rank
+            torch.manual_seed(0)  # random values of constructors are the same on every rank
             with Spared():
                 return build()
-        except (RuntimeError, NotImplementedError):  # a constructor that computes with what is not there
+        except (RuntimeError, NotImplementedError):  # a constructor that computes with values of tensors on meta
             with torch.device("meta"):
                 return build()
 

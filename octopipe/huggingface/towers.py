@@ -33,7 +33,7 @@ class VisionStart(nn.Module):
         self.norm: Any = getattr(tower, "pre_layrnorm", None)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        if not pixel_values.shape[0]:  # no image, no work: attention does not take empty batches
+        if not pixel_values.shape[0]:  # no images: attention does not support empty batches
             return pixel_values.new_zeros(0, 1, 1)
         hidden = self.embeddings(pixel_values.to(next(self.parameters()).dtype))
         return hidden if self.norm is None else self.norm(hidden)

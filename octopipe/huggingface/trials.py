@@ -1,4 +1,4 @@
-"""Whether a model's forward takes a made-up batch, and how many places of a sequence its images or recordings take.
+"""Whether a model's forward takes a made-up batch, and how many tokens its images or recordings occupy in a sequence.
 
 Knows: how a forward runs around placeholder layers, and the calls with which models of transformers put features in the
 place of tokens. Does not know: which inputs a model may take (`media.py`), or how models are split.
@@ -25,7 +25,7 @@ from octopipe.runtime.torch_private import WithoutFunctionModes
 FEATURES = ("get_image_features", "get_audio_features", "get_video_features")
 MASK = "get_placeholder_mask"
 MISMATCH = re.compile(r"tokens: \d+, features:? (\d+)")
-"""What models of transformers say where features do not fit into the tokens that stand for them."""
+"""The error of transformers models if the number of placeholder tokens is not that of the features."""
 
 
 class Trials:
@@ -44,7 +44,7 @@ class Trials:
         self.visits = 0
         self._counting = False
         self._told: dict[str, int] = {}
-        """Rows of features, by the kind of call that had them."""
+        """The number of rows of features, by the kind of call that reported it."""
         self._listen()
 
     @property
@@ -82,7 +82,7 @@ class Trials:
                 self._hear(str(error))
                 if self._told:
                     return
-                # The guess that came furthest says most; a wrong guess of what is a tuple fails oddly.
+                # The error of the guess that came furthest is the best one; wrong guesses of tuples raise odd errors.
                 if self.visits > before or (
                     self.visits == before and isinstance(problem, AttributeError | IndexError | TypeError)
                 ):
@@ -94,8 +94,8 @@ class Trials:
                     raise problem from None
 
     def _hear(self, error: str) -> None:
-        """Read the two numbers from the error of models that compare the numbers of tokens and features before any call
-        that is watched."""
+        """Read the number of features from the error of models that compare it with the number of placeholder tokens
+        before any call that is watched."""
         said = MISMATCH.search(error)
         if said is not None and self._counting:
             self._told["said"] = int(said[1])

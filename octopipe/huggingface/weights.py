@@ -38,7 +38,7 @@ OTHERS = {
     "tf_model*.h5": "TensorFlow's format",
     "flax_model*.msgpack": "Flax's format",
 }
-"""Files that hold weights where there are none in safetensors, and why they are not read."""
+"""Patterns of files with weights in formats other than safetensors, and why they are not read."""
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -48,7 +48,8 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Memory for a parameter or buffer: with its value if its constructor computed one, otherwise uninitialised."""
+    """Memory for a parameter or buffer, with its value if its constructor computed one. Otherwise floating-point values
+    are NaN, which marks them as not initialised, and others are zero."""
     if tensor.device.type != "meta":
         value = tensor.detach().to(device, copy=True)
     elif tensor.is_floating_point():
@@ -91,7 +92,7 @@ class Weights:
         torch.manual_seed((self._seed * 0x9E3779B1 + zlib.crc32(name.encode())) & (2**63 - 1))
         if hasattr(module, "reset_parameters") and any(_empty(p) for p in module.parameters(recurse=False)):
             module.reset_parameters()  # type: ignore[operator]
-        elif type(module).__name__ == "Conv1D" and _empty(module.weight):  # transformers' own: drawn as it is made
+        elif type(module).__name__ == "Conv1D" and _empty(module.weight):  # has no reset_parameters
             nn.init.normal_(module.weight, std=0.02)  # type: ignore[arg-type]
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         initialise(_owner(self._model, name), module)
@@ -140,7 +141,7 @@ class Values(Protocol):
 
     where: str
     absent: frozenset[str]
-    """Parameters that need not be there: they keep the values that were drawn."""
+    """Parameters that the source does not contain, and which keep their random initialisation."""
 
     def read(self, names: set[str]) -> dict[str, Tensor]: ...
 
@@ -196,7 +197,7 @@ class Store:
         keys = {key for name in names for key in self._sources.get(name, ())}
         if not keys:
             return {}
-        # The model's own loader fills the model on meta; what it put there is taken out again.
+        # transformers' loader fills the model on meta; afterwards the loaded tensors are taken out again.
         before = _state(self._model)
         with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
@@ -244,7 +245,7 @@ def file_of_keys(folder: Path) -> dict[str, str]:
     if not isinstance(listed, dict):
         raise OctoPipeError(f"{shown(index)}: has no weight_map; download it again")
     for key, name in listed.items():
-        # An index comes with its files; one that points elsewhere is not a checkpoint's.
+        # The files of an index are next to it; an index that points elsewhere is rejected.
         if not isinstance(name, str) or name != Path(name).name or "\0" in name:
             where = f"{brief(key)} is in {brief(name)}"
             raise OctoPipeError(f"{shown(index)}: {where}, which is not a file beside it; download it again")

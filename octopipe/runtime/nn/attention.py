@@ -56,8 +56,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks:
         return _attend_window(q, k, v, window, sinks, scale)
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    # A first key that every query sees, whose logit is the sink through one more entry of each head, and
-    # whose value is zero: no mask, so the fast kernels still apply. (8 entries, for their alignment.)
+    # Add a first key that every query sees. One more entry of each head makes its logit the sink, and its value is
+    # zero. This needs no mask, so the fast kernels still apply. (8 entries are added, for their alignment.)
     q, k, v = _with_sink(q, k, v, sinks, scale)
     q = F.pad(q, (0, 0, 1, 0))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., 1:, :dim]
@@ -76,7 +76,7 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> 
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
-    """Blocks of `window` queries against their own and the previous block of keys: work linear in tokens."""
+    """Attention of every block of `window` queries to its own and the previous block of keys: linear in tokens."""
     batch, heads, tokens, _ = q.shape
     k, v = _repeat(k, heads), _repeat(v, heads)
     blocks = -(-tokens // window)
@@ -120,7 +120,7 @@ class Attention(Residual):
         self.sinks = empty(layer.heads, made=made) if layer.sinks else None
         self.head_dim, self.window = layer.head_dim, layer.window
         self.attend: Callable[..., Tensor] = attend
-        """Or a faster kernel (`kernels.flash_attend`)."""
+        """The attention function; `build_layers` may replace it by a faster kernel (`kernels.flash_attend`)."""
         self.rotary = None if layer.rope_theta is None else Rotary(layer.rotary_dim or layer.head_dim, layer.rope_theta)
 
     def special_init(self, generator: torch.Generator) -> None:

@@ -22,7 +22,7 @@ from octopipe.runtime.torch_private import WithoutFunctionModes
 from octopipe.runtime.typed_function import Function, Gradients
 
 Made = dict[str, Any]
-"""The dtype and device every constructor passes on to its parameters."""
+"""Keyword arguments (dtype and device) that every constructor passes on to its parameters."""
 
 
 def norm(kind: spec.Norm, width: int, eps: float, made: Made) -> nn.Module:
@@ -55,7 +55,7 @@ def activate(kind: spec.Activation, x: Tensor) -> Tensor:
 
 
 class Residual(nn.Module):
-    """`x + inner(norm(x))`, with a second norm behind where the model has one (Gemma)."""
+    """`x + inner(norm(x))`, with a second norm after `inner` if `post_norm` (Gemma)."""
 
     def __init__(self, width: int, eps: float, made: Made, kind: spec.Norm = "rms", post_norm: bool = False):
         super().__init__()
@@ -91,9 +91,9 @@ class Embedding(nn.Module):
         return marked(shard, start, {"weight": whole})
 
     start: int | None = None
-    """Of a shard: its first word."""
+    """The first token id of a shard; None for a whole embedding."""
     first = True
-    """Whether positions are added here."""
+    """Whether this module adds the positions (of several shards, only the first one does)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.start is None:
@@ -147,7 +147,7 @@ def time_step_bias(shape: torch.Size, generator: torch.Generator, device: torch.
 class CausalConv(Function):
     """Depthwise convolution of `x` [batch, tokens, channels] over past tokens; `weight` [channels, taps].
 
-    As shifted products: the layout stays token-major, so nothing around it is transposed.
+    Computed as a sum of shifted products, so that the layout stays token-major and nothing has to be transposed.
     """
 
     @staticmethod
@@ -178,8 +178,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def without_split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For the part of a layer that holds no weight matrix: hide its many calls from the split's interception, which
-    would check each of them in vain."""
+    """A decorator for the part of a layer without weight matrices: it hides the part's calls of torch from `SplitMode`,
+    which would check each of them in vain."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:

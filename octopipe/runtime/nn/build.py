@@ -1,8 +1,8 @@
 """From a `ModelSpec` to modules: one factory per layer, so that a rank builds only its own.
 
-Knows: which module stands for which layer kind and how its parameters start. Does not know: plans or ranks.
-A layer's start depends on the seed, its index and the kind of device alone, never on which rank builds it or
-what was built before.
+Knows: which module implements which layer kind and how its parameters are initialised. Does not know: plans or ranks.
+The initialisation of a layer depends only on the seed, its index and the kind of device, not on the rank that builds it
+or on what was built before.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def build_layers(
 ) -> list[Callable[[], nn.Module]]:
     """One factory per layer of `spec`.
 
-    `lean_head`: the head leaves the projection to `cross_entropy`. `kernels`: what
-    scans run with (default: plain torch); what lies between a mixer's projections is replaced, the projections are
-    not, so they are split all the same.
+    `lean_head`: the head leaves the projection to `cross_entropy`. `kernels`: the implementations of scans, attention
+    and loss (default: plain torch). They replace only what lies between a mixer's projections, so the weight gradients
+    of the projections are split as without them.
     """
     for i, layer in enumerate(spec.layers):
         _check(spec, i, layer)
@@ -124,7 +124,7 @@ def _build(
             part.attend = attended
     with torch.no_grad():
         _start(module, _generator(seed, index, device), spec.num_layers)
-        if tied and isinstance(module, Head):  # what layer 0 drew: equal without a message
+        if tied and isinstance(module, Head):  # the values of layer 0's embedding, without communication
             module.weight.normal_(std=0.02, generator=_generator(seed, 0, device))
     return module
 

@@ -32,7 +32,7 @@ from octopipe.runtime.stages.wgrad_ops import wide_product
 from octopipe.runtime.typed_function import Function, Gradients
 
 BLOCK = 16
-"""Triangular blocks of this size are solved row by row; larger ones are put together from their products."""
+"""Triangular blocks of this size are inverted by substitution; larger inverses are assembled with matrix products."""
 
 
 @without_split
@@ -48,8 +48,8 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     pad = -tokens % chunk
 
     def chunked(t: Tensor) -> Tensor:
-        """[chunks, batch * heads, chunk, ...]: a chunk's part of every head lies together."""
-        if pad:  # beta 0: nothing is written
+        """Reshape to [chunks, batch * heads, chunk, ...], padding the tokens."""
+        if pad:  # padded tokens have beta 0 and do not change the state
             t = F.pad(t, (*(0, 0) * (t.ndim - 3), 0, pad))
         return t.unflatten(2, (-1, chunk)).movedim(2, 0).flatten(1, 2)
 
@@ -62,7 +62,7 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     writes, reads = solve @ v, solve @ (k * growth).to(narrow)
     keeps = (k * (sums[..., -1:] - sums).exp()[..., None]).to(narrow)
     passes = growth[..., -1:, :] * torch.eye(k.shape[-1], dtype=wide, device=k.device)
-    # The state before each chunk, from the one before it: one product a chunk, the only thing that goes in sequence.
+    # The state before each chunk, from that before the previous chunk: the only sequential part, one product per chunk.
     states = StateScan.apply(
         passes - WideProduct.apply(keeps.mT, reads, wide), WideProduct.apply(keeps.mT, writes, wide)
     ).to(narrow)
@@ -150,7 +150,7 @@ class StateScan(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
         factor, states = ctx.saved_tensors
-        # flows[c]: what reaches the state after chunk c; nobody reads the one after the last.
+        # flows[c]: the gradient of the state after chunk c; the state after the last chunk is not used.
         flows = torch.empty_like(states)
         flows[-1] = 0
         for c in range(flows.shape[0] - 1, 0, -1):
@@ -166,7 +166,7 @@ class GatedDeltaNet(Residual):
         wide = at_least_float32(made)
         self.layer, self.eps = layer, eps
         self.narrow_scan: Callable[..., Tensor] | None = None
-        """A faster kernel (`kernels.fla_delta_scan`) for half precision."""
+        """A faster kernel (`kernels.fla_delta_scan`), used for half precision; None: `delta_scan`."""
         self.proj = nn.Linear(layer.hidden, layer.projection_width, bias=False, **made)
         self.conv_weight = empty(2 * layer.key_width + layer.value_width, layer.conv, made=made)
         self.dt_bias = empty(layer.value_heads, made=wide)

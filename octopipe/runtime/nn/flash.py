@@ -4,10 +4,11 @@ Knows: how torch's flash attention is called for a window of keys and for groupe
 that joins the softmax and carries no value) enters through the softmax's normaliser. Does not know: layers, or devices
 whose kernels lack any of this (`attention.attend` has a way for those).
 
-A sink only changes what every row is divided by: with `lse` a row's log-sum-exp over its keys and `all` that over keys
-and sink, the output is `exp(lse - all)` times the kernel's. The kernel's backward reads the normaliser and the output
-it is given, so handed `all` and the scaled output it gives the exact gradients of queries, keys and values; the sink's
-own is `-exp(sink - all)` times the row's product of output and its gradient.
+A sink only changes the normaliser of every row. Let `lse` be a row's log-sum-exp over its keys, and `all` that over its
+keys and the sink. The output is `exp(lse - all)` times the kernel's output. The kernel's backward takes the normaliser
+and the output as arguments, so with `all` and the scaled output it returns the exact gradients of queries, keys and
+values. The sink's gradient is the sum over rows of `-exp(sink - all)` times the dot product of the row's output and its
+gradient.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _OnDevice:
         self._given: tuple[Tensor, ...] = (q, k, v)
         self.ends = torch.arange(0, (self.batch + 1) * self.tokens, self.tokens, dtype=torch.int32, device=q.device)
         self.state: tuple[Tensor, ...] = ()
-        # A window is causal by its right edge; without one the kernel's causal path is the quicker.
+        # A window is causal by its right edge (0). Without a window, the kernel's causal path is faster.
         self.edges = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
     def light(self) -> _OnDevice:

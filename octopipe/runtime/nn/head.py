@@ -3,9 +3,9 @@
 Knows: final norm, projection to the vocabulary, the loss over it. Does not know: how the losses of several
 micro-batches are averaged (the executor), how the loss is made of a cut head's shards (`stages/shards.py`).
 
-Memory: one pass over blocks of tokens computes the loss and turns each block of logits into its gradient,
-kept in the activations' own dtype: 2 bytes per token and word in bfloat16 until W, instead of the 10 or so
-that `F.cross_entropy(logits.float(), ...)` holds. Forward, I and W are one GEMM each ("lean"; "fused" compiles what
+Memory: one pass over blocks of tokens computes the loss and turns each block of logits into its gradient, which is
+kept in the dtype of the activations until W: 2 bytes per token and vocabulary entry in bfloat16, instead of the 10 or
+so of `F.cross_entropy(logits.float(), ...)`. Forward, I and W are one GEMM each ("lean"; "fused" compiles what
 lies between the GEMM and the gradient into one kernel). "chunked" keeps nothing of the size of the vocabulary: I and W
 compute each block of logits again, so the head costs five GEMMs instead of three, or four where a plan runs B.
 """
@@ -30,7 +30,7 @@ from octopipe.runtime.stages.wgrad_ops import Layout
 from octopipe.runtime.typed_function import Function, Gradients
 
 BLOCK_LOGITS = {"fused": 1 << 28, "lean": 1 << 26}
-"""Logits computed at a time."""
+"""The number of logits that are computed at a time, by kind of loss."""
 
 
 class LazyLogits(NamedTuple):
@@ -38,7 +38,7 @@ class LazyLogits(NamedTuple):
     projection."""
 
     hidden: Tensor
-    """Behind the final norm."""
+    """The hidden states after the final norm."""
     weight: Tensor
     """[vocab, hidden]."""
     kind: str = "lean"
@@ -60,7 +60,7 @@ class Head(nn.Module):
     """Final norm and projection. `lean`: return `LazyLogits`; otherwise the logits, for any loss."""
 
     loss_kind = "lean"
-    """Of `LazyLogits` (`kernels.PARTS`)."""
+    """The `kind` of the `LazyLogits` (see `kernels.PARTS`)."""
 
     def __init__(self, layer: spec.Head, eps: float, made: Made, lean: bool):
         super().__init__()
@@ -83,13 +83,13 @@ def block_slopes(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.
     """For a block of rows: log p of every target, and the gradient of the loss with respect to every logit (p, minus 1
     at the target)."""
     picked = torch.log_softmax(logits, -1, dtype=wide).gather(1, index)
-    # p - 1 from the exact log p: the rounded p would leave nothing of it where p is near 1.
+    # p - 1 is computed from the exact log p, because subtracting a rounded p near 1 would cancel.
     slopes = torch.softmax(logits, -1).to(dtype).scatter_(1, index, picked.expm1().to(dtype))
     return picked, slopes
 
 
 def _fusible_slopes(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same, written for torch.compile: one kernel that reads the logits twice and writes the gradients once."""
+    """`block_slopes` for torch.compile: one kernel that reads the logits twice and writes the gradients once."""
     values = logits.to(wide)
     lse = values.logsumexp(-1, keepdim=True)
     picked = values.gather(1, index) - lse
@@ -151,13 +151,13 @@ class LeanCrossEntropy(Function):
         g_hidden = torch.empty_like(hidden) if needs[0] else None
         g_weight = torch.zeros_like(weight) if needs[1] and own else None
         rest = None if slopes is not None else ChunkedSlopes(hidden, weight, index, ctx.block)
-        # With W to come, only the hidden states' gradient is due; otherwise both from one look at the logits.
+        # If W follows, only the hidden states' gradient is needed now. Otherwise the same logits give both.
         due = g_hidden is not None or own or not site.queue.defer
         whole: Iterable[tuple[slice, Tensor]] = [(slice(None), slopes)]
         if rest is not None:
             whole = rest if due else ()
         for rows, some in whole:
-            # Scaled in full precision: a rounded scale would bend every gradient.
+            # Scaled in full precision: a rounded scale would bias every gradient.
             if g_hidden is not None:
                 g_hidden[rows] = ((some @ weight.to(dtype)) * scale[rows]).to(dtype)
             if needs[1] and (rest is None or own or not site.queue.defer):
@@ -195,7 +195,7 @@ def _add_chunked(
 
 
 def cross_entropy(output: LazyLogits | Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """The mean loss over the tokens of `target` that are not `ignore_index`, for a `Head` lean or not."""
+    """The mean loss over the tokens of `target` that are not `ignore_index`. Takes the output of any `Head`."""
     if isinstance(output, Tensor):
         logits = output.flatten(0, -2)
         logits = logits if logits.dtype is torch.float64 else logits.float()
@@ -205,7 +205,7 @@ def cross_entropy(output: LazyLogits | Tensor, target: Tensor, ignore_index: int
     if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     rows = hidden.shape[:-1].numel()
-    # Each block reads the whole weight. Where nothing of a block is held in full precision, blocks may be larger.
+    # Each block reads the whole weight. The fused loss keeps no block in full precision, so its blocks may be larger.
     most = max(1, (BLOCK_LOGITS["fused" if kind == "fused" else "lean"]) // weight.shape[0])
     block = -(-rows // max(1, -(-rows // most)))
     return LeanCrossEntropy.apply(

@@ -23,8 +23,8 @@ from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
 from octopipe.runtime.typed_function import Function, Gradients
 
 LEAST_SLOPE = {torch.float64: 1e-200, torch.float32: 1e-30}
-"""Rows are divided by their slope g, and by this where g is smaller: such a shard has no share in the token's softmax,
-and what is left of its row is the target's slope alone."""
+"""Smallest divisor of a row, used if the gradient g is smaller. In such a row the shard has no share in the token's
+softmax, and only the gradient of the target's logit remains."""
 
 
 def block_shares(logits: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

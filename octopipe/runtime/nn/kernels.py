@@ -1,4 +1,4 @@
-"""Which kernels our layers run with: installed ones where they are, compiled scans on a GPU, plain torch elsewhere.
+"""Which kernels our layers use: those of installed packages, compiled scans on a GPU, otherwise plain torch.
 
 Knows: how mamba_ssm's, causal_conv1d's, flash-linear-attention's and flash-attn's functions are called. Does not know:
 layers' weights; how transformers' models choose theirs (by the same packages, on their own; see huggingface/liger.py).
@@ -37,14 +37,14 @@ NEEDS = {
     "flash_attn": ("flash_attn",),
     "liger": ("liger_kernel",),
 }
-"""Words of `--kernels` that need packages, and a GPU."""
+"""Values of `--kernels` that need a GPU and these packages."""
 PARTS = {
     "scan": ("mamba_ssm", "compiled", "eager"),
     "delta": ("fla", "eager"),
     "attention": ("flash_attn", "sdpa"),
     "loss": ("fused", "lean", "chunked"),
 }
-"""What our layers can run with; "eager" is for scan and delta, the loss is `head.py`'s."""
+"""The possible values of the fields of `Kernels`. "eager" applies to scan and delta; losses are those of `head.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ def require(words: Sequence[str], device: torch.device | str, known: Sequence[st
 
 
 def choose(device: torch.device | str, *, compiled: bool | None = None, asked: Sequence[str] = ()) -> Kernels:
-    """The fastest kernels available for a device. `compiled`: True or False selects compiled or eager scans, whatever
-    is installed; `asked`: kernels selected by name (see `PARTS`)."""
+    """The fastest kernels available for a device. `compiled`: True or False selects compiled or eager scans and plain
+    torch for everything else, whatever is installed. `asked`: kernels selected by name (see `PARTS`)."""
     require(asked, device, tuple(dict.fromkeys(word for words in PARTS.values() for word in words)))
     gpu = torch.device(device).type == "cuda"
     best = Kernels()

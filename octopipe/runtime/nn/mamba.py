@@ -2,7 +2,7 @@
 
 Knows: the chunked scans. Mamba-2 (Dao & Gu 2024, "Transformers are SSMs"): inside a chunk the recurrence is a
 masked matrix product, every chunk leaves one state, and the states are joined by a small matrix product over
-chunks; nothing loops over tokens. Mamba-1 decays each channel's states by themselves, so it has no such
+chunks; nothing loops over tokens. In Mamba-1 every state of a channel has its own decay, so there is no such
 product: all chunks advance together one token at a time, twice. Does not know: decoding, or state carried
 from one sequence to the next.
 """
@@ -40,12 +40,12 @@ class Decay(Function):
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        # Above the diagonal the difference is positive and may overflow; tril drops it whatever it is.
+        # Above the diagonal the difference is positive and exp may overflow; tril drops these values.
         differences = sums[..., :, None] - sums[..., None, :]
         if torch.compiler.is_compiling():
-            # Nothing in place: compiled by torch 2.11, a saved result that was changed in place is wrong.
+            # No in-place change: torch.compile of torch 2.11 saves a wrong value of a result that was changed in place.
             out = differences.exp().to(dtype).tril()
-        else:  # two passes over memory fewer, a fifth of the time
+        else:  # saves two passes over memory, a fifth of the time
             out = torch.exp(differences, out=differences.new_empty(differences.shape, dtype=dtype)).tril_()
         ctx.save_for_backward(out)
         ctx.sums_dtype = sums.dtype
@@ -110,7 +110,7 @@ def mamba2_mix(
     d: Tensor,
     gate_norm: Tensor,
 ) -> Tensor:
-    """Everything between the two projections, which contain all weight matrices."""
+    """Everything of a Mamba-2 layer between its two projections, which contain all weight matrices."""
     batch, tokens, _ = projected.shape
     gate, mixed, dt = projected.split((layer.inner, layer.conv_width, layer.heads), dim=-1)
     mixed = F.silu(causal_conv(mixed, conv_weight, conv_bias))
@@ -129,7 +129,7 @@ def compiled_mamba2_mix(**options: Any) -> Callable[..., Tensor]:
     """`mamba2_mix` through `torch.compile`, for fixed shapes."""
     config = inductor_config()
     if not options and hasattr(config.triton, "mix_order_reduction"):
-        # In torch 2.11 this fusion breaks off over the convolution's backward ("AssertionError: 2045 v.s. 2046").
+        # In torch 2.11 this fusion fails in the convolution's backward ("AssertionError: 2045 v.s. 2046").
         options = {"options": {"triton.mix_order_reduction": False}}
     return torch.compile(mamba2_mix.__wrapped__, dynamic=False, **options)  # type: ignore[attr-defined]
 
@@ -204,7 +204,7 @@ def _advance(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return states
 
     first: Tensor | None = None
-    if u.shape[1] > 1:  # what every chunk adds by itself, then the state that each chunk starts from
+    if u.shape[1] > 1:  # the state that every chunk adds, then the state from which each chunk starts
         ends = advance(None, decays, puts)[-1].unbind(1)
         whole = (dt.sum(2)[..., None] * a).exp().unbind(1)
         first = torch.stack([torch.zeros_like(ends[0]), *advance(None, whole, ends)[:-1]], dim=1)

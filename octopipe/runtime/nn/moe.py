@@ -48,10 +48,10 @@ class Permute(Function):
 
 
 class AddRows(Function):
-    """`x` plus, row by row, the row of `table` that `which` names.
+    """`x + table[which]`.
 
-    For a lookup `table[which]`, torch adds up the gradient row after row, which takes as long as the queue of the
-    fullest expert: half of a backward's time. As a product with zeros and ones it takes one pass, however the tokens
+    For a plain lookup, torch sums the gradient row by row, which takes as long as the largest expert has tokens: half
+    of a backward's time. Here the sum is a product with zeros and ones, whose time does not depend on how the tokens
     are distributed.
     """
 
@@ -70,7 +70,7 @@ class AddRows(Function):
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`x[rows of e] @ weight[e]` for every expert e, whose rows end at `ends[e]`."""
-    fits = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # rows of 16 bytes, as the kernel wants
+    fits = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # the kernel needs rows of a multiple of 16 bytes
     if x.is_cuda and x.dtype is torch.bfloat16 and weight.dtype is x.dtype and fits:
         return grouped_mm(x, weight, offs=ends)
     out, start = [], 0
@@ -123,7 +123,7 @@ class Moe(Residual):
         best, experts = logits.topk(top_k, dim=-1)
         weights = best.softmax(dim=-1).to(x.dtype)
         experts = experts.flatten()
-        # No bincount: it would make the host wait for the device.
+        # Not bincount, because it would make the host wait for the device.
         counts = torch.zeros(self.layer.experts, dtype=torch.int32, device=x.device)
         ends = counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32)).cumsum(0)
         ends = ends.to(torch.int32)

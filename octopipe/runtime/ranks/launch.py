@@ -42,7 +42,7 @@ from octopipe.runtime.ranks.watch import Watch, gently
 __all__ = ["RankError", "Seat", "Work", "by_rank", "join_ranks", "load_kernels_early", "run_ranks", "stop", "warm_up"]
 
 GROUP_TIMEOUT_S = 1800.0
-"""Default timeout of collectives: how long ranks wait for one that tunes or loads. A dead rank is noticed at once."""
+"""Default timeout of collectives: how long ranks wait for one that tunes or loads. Dead ranks are detected earlier."""
 
 
 LEAST_DESCRIPTORS = 64
@@ -79,10 +79,10 @@ def started_ranks() -> int | None:
 
 
 def warm_up(*also: str) -> Any:
-    """Start the server that ranks are forked from, in a fraction of a second each, once it has loaded torch.
+    """Start the server that ranks are forked from. Once it has loaded torch, a rank starts in a fraction of a second.
 
-    Optional: calling it early lets that happen while this process does something else. `also`: modules that ranks would
-    each load for themselves; they count where no server runs yet.
+    Optional: called early, the server starts while this process does something else. `also`: modules that the server
+    loads once, instead of every rank for itself; without effect if the server is already running.
     """
     _refuse_while_importing()
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -90,7 +90,7 @@ def warm_up(*also: str) -> Any:
     allow_descriptors(LEAST_DESCRIPTORS)
     _quiet_tracker()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*also, "octopipe.runtime.training.warm"])  # last: it freezes what is there
+    context.set_forkserver_preload([*also, "octopipe.runtime.training.warm"])  # last: it freezes existing objects
     forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)
@@ -98,14 +98,14 @@ def warm_up(*also: str) -> Any:
 
 
 def _quiet_tracker() -> None:
-    """Suppress the warnings of the process that cleans up after ranks which were killed. It reads this variable when it
-    starts, with the first rank or with the server that ranks are forked from."""
+    """Suppress the warnings of Python's resource tracker about ranks that were killed. The tracker reads this variable
+    when it starts, which is with the first rank or with the server that ranks are forked from."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 
 def _refuse_while_importing() -> None:
-    """A new rank imports the script that started it. If the script starts ranks again while it is imported, that never
-    ends."""
+    """Raise an error if a rank that is importing the user's script would start ranks. Every new rank imports the
+    script, so this would never end."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise OctoPipeError(
             "this script starts ranks while it is imported, and every rank imports it; put the calls that start them "
@@ -131,12 +131,13 @@ def run_ranks(
 ) -> list[Any]:
     """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
 
-    `environment`: for fresh processes that read it as they start (one rank, too). `threads`: of the CPU per rank
-    (default: the cores, shared equally). `grace_s`: how long the other ranks may take to say what they waited for
-    once one has died. `timeout_s`: for everything; `group_timeout_s`: for collectives that name no time of their own;
-    `start_s`: until all ranks have met; `hang_s`: how long a rank may be stopped (SIGSTOP) before the run is given up.
-    `gentle_s`: how long ranks may take to end by themselves after Ctrl-C or SIGTERM (work that ends before its time
-    must note SIGTERM itself); a second signal ends them at once. `listen` gets what the first rank tells.
+    `environment`: variables for the ranks, which are then fresh processes that read them at their start (even a single
+    rank). `threads`: CPU threads per rank (default: the cores, divided equally). `grace_s`: time for the other ranks to
+    report what they waited for once one has died. `timeout_s`: limit for the whole run. `group_timeout_s`: limit of
+    collectives without a timeout of their own. `start_s`: limit until all ranks have met. `hang_s`: how long a rank may
+    be stopped (SIGSTOP) before the run is given up. `gentle_s`: time for ranks to end by themselves after Ctrl-C or
+    SIGTERM (the work must handle the signal to end early); a second signal ends them at once. `listen` receives the
+    messages of the first rank (`Seat.tell`).
     """
     import torch
 
@@ -151,7 +152,7 @@ def run_ranks(
     open_standard_streams()
     allow_descriptors(LEAST_DESCRIPTORS + 8 * size)
     store = local_store()
-    # A fork of the server would share its memory allocator's settings and its libraries' first look around.
+    # A fork of the server would inherit allocator and library settings, made before `environment` was set.
     context = multiprocessing.get_context("spawn") if environment else warm_up()
     start = Start(work, size, payload, backend, store.port, threads, group_timeout_s)
     processes: list[Any] = []
@@ -178,7 +179,7 @@ def run_ranks(
 
 
 def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
-    """Turns a function of rank, number of ranks and payload into a function of a `Seat`."""
+    """Turn a function of rank, number of ranks and payload into a function of `Seat` and payload."""
     return partial(_call_by_rank, task)
 
 
@@ -239,14 +240,13 @@ def _is_first_to_fail() -> bool:
 
     try:
         return bool(default_store().add("octopipe/failures", 1) == 1)
-    except Exception:  # the store has gone with the rank that served it: better said twice than never
+    except Exception:  # the rank that served the store has ended: report twice rather than never
         return True
 
 
 def _end_server() -> None:
-    """End the fork server before this process ends: it would take a moment longer and look like an orphan. All ranks
-    have ended by now. A server that is still loading libraries is not waited for, because the error has been printed by
-    then."""
+    """End the fork server before this process ends, as it would otherwise outlive it briefly and look like an orphan.
+    All ranks have ended by now. SIGTERM ends a server that is still loading libraries, too, so there is no wait."""
     server = getattr(forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is not None:
@@ -262,7 +262,7 @@ def stop(processes: Sequence[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-            if hasattr(signal, "SIGCONT"):  # one that was stopped would not hear it
+            if hasattr(signal, "SIGCONT"):  # a stopped process does not handle SIGTERM
                 with contextlib.suppress(OSError):
                     os.kill(process.pid, signal.SIGCONT)
     end = time.monotonic() + 2.0

@@ -59,7 +59,7 @@ class Layers:
         self.buffers_are_one = shared.across_ranks
         """Whether layers on different ranks have a tensor object in common: the same on every rank."""
         self.buffers_elsewhere: dict[str, str] = {}
-        """Buffers of this rank that are one object with one of a layer on other ranks, and what that one is called."""
+        """Buffers of this rank that are the same object as one of a layer on other ranks, with the name of that one."""
         for k in numbers:
             module = _build(layers[k], k, seed)
             if (part := self._part(k)) is not None:
@@ -75,7 +75,7 @@ class Layers:
         ties = [[_with_loss(name, last) for name in tie] for tie in tied]
         ties += _object_ties([*layers, *([] if loss is None else [loss])]) + _named_ties(self.modules)
         ties += _held_ties(layers, self.modules)
-        # Layers of other ranks may be tied to ours; and a rank with another plan must be found out now.
+        # Layers of other ranks may be tied to ours, and a rank with another plan must be detected here.
         cut = [f"{k}.{name}" for k, module in self.modules.items() for name in getattr(module, "cut_parameters", ())]
         said = world.gather((_digest(plan), ties, last in self.modules, cut))
         if any(digest != said[0][0] for digest, *_ in said):
@@ -106,7 +106,7 @@ class Layers:
             _check_forms([t for theirs in world.gather(self._shared_forms()) for t in theirs])
 
     def _shared_forms(self) -> list[tuple[str, str, str]]:
-        """Of every parameter that other ranks hold too: its first name, what it is called here, and its form."""
+        """For every parameter that other ranks hold, too: its first name, its name on this rank, and its form."""
         names = {id(p): f"{name} (rank {self.world.rank})" for name, p in self.named.items()}
         shared = (s for s in self._shared if len(s.holders) > 1 and not self.is_cut(s.key))
         return [(s.key, names[id(s.parameter)], _form(s.parameter)) for s in shared]
@@ -121,7 +121,7 @@ class Layers:
         for name, parameter in self.named.items():
             key = self._canonical.get(name, name)
             everywhere = {min(int(n.split(".", 1)[0]), self.loss_layer - 1) for n in members.get(key, {name})}
-            # A part of a layer that is cut is nobody else's.
+            # No other rank holds this part of a split layer.
             holders = {self.world.rank} if self.is_cut(name) else set().union(*(self.ranks_of[k] for k in everywhere))
             self._shared.append(
                 Shared(
@@ -231,7 +231,7 @@ class Layers:
             kept = first.setdefault(key, parameter)
             if kept is not parameter:
                 _check_forms([(key, key, _form(kept)), (key, name, _form(parameter))])
-                # Under every name it has there: a module may hold it twice, and use the other one.
+                # Under every name: a module may register it twice and use either.
                 for owner_module in module.modules():
                     for alias, held in list(owner_module._parameters.items()):
                         if held is parameter:
@@ -301,7 +301,7 @@ class _SharedObjects:
             len({frozenset(ranks_of[k]) for k, _ in places}) > 1 for places in self._found.values()
         )  # fmt: skip
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By id of a buffer: itself, so that nothing takes its place in memory, and what it has become."""
+        """By id of a buffer: the buffer, kept so that its id is not reused, and the tensor it was moved to."""
 
     def elsewhere(self, k: int, module: nn.Module) -> dict[str, str]:
         out = {}
@@ -329,7 +329,7 @@ def _with_loss(name: str, number: int) -> str:
 
 
 def _held_ties(layers: Sequence[Any], modules: Mapping[int, nn.Module]) -> list[list[str]]:
-    """Parameters that factories hold and give to several layers: every name with the name of the object.
+    """Ties by parameters that factories hold and give to several layers, as pairs of the object's name and a parameter.
 
     Ranks do not see each other's objects. Each rank sees the same factories, and names the objects they hold by their
     positions there.
@@ -407,7 +407,7 @@ def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:
 
 
 def _digest(plan: Plan) -> int:
-    """A digest that is equal for equal decisions in every process."""
+    """A digest of a plan's decisions, the same in every process."""
     import zlib
 
     text = repr((plan.num_layers, plan.num_ranks, plan.stages, plan.routes, plan.route_of_micro_batch)) + plan.to_csv()

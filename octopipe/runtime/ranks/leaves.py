@@ -36,15 +36,16 @@ class LeafWatch:
         others: Mapping[int, Known],
         used_elsewhere: Callable[[Tensor, Sequence[int]], None],
     ):
-        """`own`: names of this rank's parameters, by id; `others`: those of all layers, as far as they are known.
-        `used_elsewhere` is called with a parameter of this rank and the layers that use but do not register it."""
+        """`own`: the names of this rank's parameters, by id. `others`: the parameters of all layers that are given as
+        modules, by id. `used_elsewhere` is called with a parameter of this rank and layers that use but do not register
+        it."""
         self._executor, self._own, self._others, self._used = executor, own, others, used_elsewhere
         self._found = ""
         self._watched: dict[int, _Watching] = {}
         for number, chain in list(executor.chains.items()):
             modules = [m for stage, _ in chain.parts for m in stage.modules]
             if any(isinstance(inner, FSDPModule) for m in modules for inner in m.modules()):
-                continue  # its leaves are made for every forward
+                continue  # FSDP2 creates its leaves anew for every forward
             self._watched[number] = executor.chains[number] = _Watching(chain, self._look)
             if foreign := {key: known for key, known in others.items() if key not in own}:
                 for stage, _ in chain.parts:
@@ -112,7 +113,7 @@ class _Watching:
         self.chain, self.parts, self._call = chain, chain.parts, look
         self.looks = 0
         self._kept: dict[int, Tensor] = {}
-        """Strangers of the first look, kept so that nothing else takes their place in memory."""
+        """Unregistered leaves of the first inspected forward, kept so that their ids are not reused."""
 
     def seen_before(self, leaf: Tensor) -> bool:
         if self.looks:
@@ -122,7 +123,7 @@ class _Watching:
 
     def forward(self, *args: Any, **more: Any) -> Any:
         out = self.chain.forward(*args, **more)
-        # Where a part recomputes, its graph is there after R.
+        # A part that is recomputed has its graph only after R.
         later = any(recompute and more.get("again") for _, recompute in self.parts)
         if self.looks < LOOKS and more.get("keep", True) and not later:
             self._see(out[0])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from octopipe.base.errors import OctoPipeError
 
 LOOPBACK_S = 5.0
-"""A host that takes longer to answer itself does not answer."""
+"""Timeout of the connection of this host to itself."""
 TRY_EVERY_S = 0.2
 MOST_RANKS = 1 << 20
 
@@ -67,7 +67,7 @@ def local_store() -> Any:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         listening.settimeout(LOOPBACK_S)
-        # Torch would wait for minutes where nothing comes through.
+        # Torch would wait for minutes if the connection is blocked.
         with socket.create_connection(listening.getsockname(), timeout=LOOPBACK_S):
             listening.accept()[0].close()
         listening.settimeout(None)
@@ -93,13 +93,13 @@ def meet(place: Place, backend: str, timeout_s: float) -> None:
         _wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), where, timeout_s)
     left = timedelta(seconds=max(end - time.monotonic(), 1.0))
     try:
-        # The store waits as long as the group's collectives may; what is left of the time counts for the meeting.
+        # `timeout` applies to the group's collectives, too; the rendezvous itself has only the time that is left.
         aside(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s)), left.total_seconds())
     except TimeoutError:
         raise PeerError(_nobody(where, place, timeout_s)) from None
     except (RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
-        # Before anything about peers: the store's own error for a taken port names c10d, too.
+        # Checked before `peer_words`, because the store's error for a port in use names c10d, too.
         if "in use" in text or "EADDRINUSE" in text:
             raise OctoPipeError(f"ranks cannot meet at {where}: the port is in use; set another MASTER_PORT") from None
         if peer_words(error, timeout_s) is not None:
@@ -154,7 +154,7 @@ def aside(call: Callable[[], Any], seconds: float) -> None:
 
     thread = threading.Thread(target=run, name="octopipe meeting", daemon=True)
     thread.start()
-    end = time.monotonic() + seconds + 2.0  # the call's own error says more, and comes first
+    end = time.monotonic() + seconds + 2.0  # later than the call's own timeout, whose error says more
     while thread.is_alive():
         thread.join(TRY_EVERY_S)
         if time.monotonic() > end:

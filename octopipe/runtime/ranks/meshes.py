@@ -32,7 +32,7 @@ DATA = (
 )  # fmt: skip
 """Default names of dimensions whose ranks take different batches (or parts of a sequence)."""
 MODEL = ("tp", "tp_sp", "tensor", "tensor_parallel", "model", "etp", "sp")
-"""Names of dimensions whose ranks share a batch; modules keep their own parameters right (DTensor does)."""
+"""Names of dimensions whose ranks share a batch. Modules keep their parameters consistent there (as DTensor does)."""
 
 Axes = dict[str, dist.ProcessGroup]
 
@@ -43,11 +43,11 @@ class Roles:
 
     pipeline: dist.ProcessGroup
     data: Axes
-    """By dimension, those of more than one rank; this process's group in each."""
+    """For each data dimension of more than one rank, this process's group."""
     everybody: dist.ProcessGroup | None
-    """All data dimensions as one group; None where there is none."""
+    """All data dimensions as one group; None if there are none."""
     model: Axes
-    """By dimension, those whose ranks share a batch."""
+    """For each dimension whose ranks share a batch, this process's group."""
 
 
 def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_dims: Sequence[str] | None) -> Roles:
@@ -97,7 +97,7 @@ class Reach:
     divisor: int = 1
     """An additional divisor: the number of ranks along dimensions over which the parameter is sharded."""
     scattered: tuple[str, ...] = ()
-    """Those of these dimensions along which nobody but the caller (`sharded`) knows that values differ."""
+    """Those of the latter dimensions that only the caller's `sharded` names (no DTensor or FSDP2 placement does)."""
 
 
 def reaches(

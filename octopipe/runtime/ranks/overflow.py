@@ -44,12 +44,12 @@ def share_overflow(parameters: Iterable[Tensor], world: World, device: torch.dev
         first = next((local(g) for g in gradients if not g.is_sparse and local(g).numel()), None)
         if first is not None:
             place = first[(0,) * first.ndim]
-            # Only where this rank has none of its own: what overflowed stays as it is.
+            # Only if this rank's own gradients are finite; overflowed ones stay as they are.
             place += torch.where((bad > 0) & (before == 0), torch.inf, 0.0).to(first.dtype).reshape(())
 
 
 def share_flag(flag: Tensor, world: World, timeout_s: float) -> None:
-    """The largest of all ranks' flags, in place."""
+    """Replace the flag by the largest of all ranks' flags (collective)."""
     for group in _groups(world):
         wait_for(all_reduce(group, flag, dist.ReduceOp.MAX), timeout_s, "the word about overflow")
 
@@ -80,7 +80,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
         for tensor in found.values():
             flag = torch.maximum(flag, tensor.to(flag.device).reshape(1))
         share_flag(flag, pipe.world, pipe.timeout_s)
-        if not found:  # no gradient here: the scaler wants to hear of some device all the same
+        if not found:  # no gradients on this rank, but the scaler needs an entry for some device
             found[pipe.device] = torch.zeros((), dtype=torch.float32, device=pipe.device)
         for tensor in found.values():
             tensor.copy_(flag.to(tensor.device).reshape(tensor.shape))

@@ -23,14 +23,14 @@ BUCKET_BYTES = 25 << 20
 
 
 class Owners:
-    """Assigns every parameter to an owner, which is one of the replicas. All replicas give the same parameters in the
-    same order."""
+    """Assigns every parameter to an owner, which is one of the replicas. All replicas must pass the same parameters in
+    the same order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World):
         self._world, self.me = world, world.replica
         load = [0] * world.num_replicas
         self._owner: dict[nn.Parameter, int] = {}
-        # The largest first, each to whoever has least: the parts differ by little, whatever the sizes.
+        # The largest first, each to the replica that has the fewest elements so far: the parts differ little.
         for number in sorted(range(len(parameters)), key=lambda k: (-parameters[k].numel(), k)):
             owner = load.index(min(load))
             self._owner[parameters[number]] = owner
@@ -67,7 +67,7 @@ class Owners:
             mine = owner == self.me
             if owner == 0:
                 continue
-            if not directly:  # NCCL moves device memory only: everybody hears it, one parameter at a time
+            if not directly:  # NCCL moves device memory only: broadcast one parameter at a time to all
                 value = broadcast_value(group, of(parameter) if mine else None, owner)
                 if self.me == 0:
                     out[parameter] = value

@@ -22,7 +22,8 @@ from octopipe.runtime.ranks.world import World
 LOOK_EVERY_S = 0.1
 """How often the watchdog of a device checks whether the rank it waits for is still alive."""
 PATIENCE_S = 2.0
-"""For lines still missing when a rank gives up: who waits like it has written long before, who hangs never will."""
+"""How long a rank that gives up waits for missing lines: other waiting ranks have written long before, and ranks that
+hang never will."""
 
 
 FAILED = "failed"
@@ -62,7 +63,7 @@ class Board:
         self.rank, self.num_ranks = rank, num_ranks
         if store is not None:
             with suppress(Exception):
-                store.delete_key(line_key(self._seat))  # of a pipeline that failed before this one
+                store.delete_key(line_key(self._seat))  # the line of an earlier pipeline that failed
 
     def _key(self, rank: int) -> str:
         return f"octopipe/{self._name}/{rank}"
@@ -147,7 +148,7 @@ class _Probe:
         self.place, self.is_busy, self.failed = Place(None, ""), False, False
         self.answers = 0
         self.asked = time.monotonic()
-        """When the question that is not answered yet was put; the last one, where all are."""
+        """The time at which the latest poll began, which may not have returned yet."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="octopipe-probe", daemon=True)
         self._thread.start()
@@ -200,7 +201,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         probe = self._probe
-        # Nowhere yet: one answer must not count as two that agree.
+        # No position yet, so that the first answer counts as progress.
         place, since, written, spoken, heard = Place(None, ""), time.monotonic(), False, False, 0
         while not self._stop.wait(self._pause_s):
             if probe.failed:

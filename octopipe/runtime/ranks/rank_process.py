@@ -27,7 +27,7 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 
 CLEANING_S = 5.0
-"""The most that a rank which has done its work spends on what libraries leave behind."""
+"""Maximum time for clean-up functions of libraries when a rank ends."""
 
 
 def unheard(_: Any) -> None:
@@ -72,8 +72,8 @@ class Start:
 
 
 CHATTER = (
-    ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
-    "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
+    ".*no current CUDA context.*",  # autograd's threads call cuBLAS first, which then finds the context
+    "resource_tracker: There appear to be.*leaked",  # ranks end without clean-up, and the system frees their resources
 )
 """Warnings that are suppressed because a user cannot act on them."""
 
@@ -84,18 +84,18 @@ def _quiet() -> None:
 
     for message in CHATTER:
         warnings.filterwarnings("ignore", message=message)
-    # A share of a GPU has fewer multiprocessors than torch's compiler likes to see.
+    # torch's compiler warns about few multiprocessors, which a share of a GPU has.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
 
 
 def begin(start: Start, rank: int, pipe: Connection) -> None:
     """The main function of a rank process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and ends the ranks
     _quiet()
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(start.size))
     stay_local()
-    # Libraries' chatter must not end up in what the parent prints as JSON.
+    # Output of libraries must not mix with the JSON that the parent prints: send it to standard error.
     os.dup2(2, 1)
     lock = threading.Lock()
 
@@ -127,7 +127,7 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         dist.destroy_process_group()
         good = True
     except BaseException as error:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the parent has closed the pipe
             send("failed", (described(error), _is_consequence(error)))
     finally:
         pipe.close()
@@ -150,10 +150,10 @@ def all_here(store: Any, size: int) -> None:
 
 
 def load_kernels_early() -> None:
-    """Before CUDA starts, make it load all kernels at once instead of each at its first use.
+    """Make CUDA load all kernels when it starts instead of each at its first use.
 
-    Loading a kernel waits for the whole device. A receive that waits there for a rank whose host also loads a kernel
-    would never end. torch asks for late loading unless the user has chosen otherwise.
+    Loading a kernel waits for the whole device. If the device waits to receive from a rank whose host is also loading a
+    kernel, both would wait forever. torch selects lazy loading unless the variable is set.
     """
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 

@@ -70,7 +70,7 @@ class Bucket:
     waits_for: set[int] = field(default_factory=set)
     """Layers of this rank that are not complete yet."""
     before: list[Tensor | None] = field(default_factory=list)
-    """Gradients from earlier steps, already reduced: set aside, added back at the end."""
+    """Gradients from earlier steps, which are already reduced: set aside during the step and added at its end."""
     missing: bool = False
     """Whether this rank lacks a gradient of this step."""
     flat: Tensor | None = None
@@ -78,7 +78,7 @@ class Bucket:
     works: list[Any] = field(default_factory=list)
     """The reductions that have been started; a bucket passes through several, one after the other."""
     divided: bool = False
-    """Whether the sum over holders was divided, for the mean over data-parallel pipelines."""
+    """Whether the sum over holders has been divided to form the mean over data-parallel pipelines."""
 
     def describe(self) -> str:
         return f"the gradient reduction of layers {sorted(self.layers)} with ranks {list(self.holders)}"
@@ -99,7 +99,7 @@ class Reducer:
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """`groups` by holders, `axes` by data dimension, `reaches` by the parameter's name (see `meshes`)."""
+        """`groups`: by holders. `axes`: by data dimension. `reaches`: by the parameter's `key` (see `meshes`)."""
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._groups, self._axes, self._reaches = groups, axes, reaches
         self._next = 0
@@ -111,7 +111,7 @@ class Reducer:
         self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
         self._trainable: tuple[bool, ...] = ()
         self._on_rings = False
-        """Whether sums of this step go through rings, which go on while the host attends to them."""
+        """Whether this step uses rings, which proceed only when the host calls `proceed_all`."""
         self._side: Any = None
         """On a GPU: the stream on which a bucket passes from one reduction to the next."""
         self.buckets: list[Bucket] = []
@@ -166,7 +166,7 @@ class Reducer:
     def begin_step(self) -> None:
         """Set the gradients of earlier steps aside, because they have been reduced already."""
         if self._trainable != tuple(s.parameter.requires_grad for s in self._shared):
-            self._build()  # something was frozen or thawed, on all ranks alike
+            self._build()  # parameters were frozen or unfrozen, on all ranks alike
         self._next = 0
         for bucket in self.buckets:
             bucket.waits_for = set(bucket.layers)
@@ -190,12 +190,12 @@ class Reducer:
 
     @property
     def needs_turns(self) -> bool:
-        """Whether `advance` should be called between ops: reductions go on only while the host attends to them."""
+        """Whether `advance` should be called between ops, because the host must start later parts of a reduction."""
         paths = [self._groups_for(s.holders, self._reach(s)) for s in self._shared]
         return any(len(path) > 1 or any(isinstance(group, RingGroup) for group in path) for path in paths)
 
     def advance(self) -> None:
-        """Begin every reduction whose turn has come, as long as the host does not have to wait."""
+        """Start all reductions that are next in order and ready, until the host would have to wait."""
         if self._on_rings:
             proceed_all()
         while self._next < len(self.buckets):
@@ -256,7 +256,7 @@ class Reducer:
                 flags.copy_(torch.tensor([float(g is not None) for g in grads]))
             bucket.flat = torch.cat([*parts, flags])
         for p in bucket.parameters:
-            p.grad = None  # it is in `flat`: twice would be more memory than a plan counts on
+            p.grad = None  # `flat` has a copy; keeping both would exceed the memory that plans account for
 
     def _divide(self, bucket: Bucket) -> None:
         """Turn sums into averages over the data dimensions. Gradients are summed over holders and averaged over
@@ -327,7 +327,7 @@ def _over(work: Any) -> bool:
 
 
 def wait_for(work: Any, timeout_s: float, what: str) -> None:
-    """Wait for a collective; an error states what it was."""
+    """Wait for a collective. Raises a `PeerError` that begins with `what` if it fails or times out."""
     if work is None:
         return
     try:

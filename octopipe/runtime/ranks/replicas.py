@@ -33,7 +33,7 @@ class Replicas:
         parameters = {s.key: s.parameter for s in layers.shared()}
         self._buffers = {f"{k}.{name}": b for k, m in layers.modules.items() for name, b in m.named_buffers()}
         self.reaches = reaches(layers.modules, {**self._buffers, **parameters}, world.members, sharded)
-        """By the parameter's key."""
+        """By the parameter's key or the buffer's name."""
         self._holders = {k: tuple(sorted(ranks)) for k, ranks in layers.ranks_of.items()}
         self._agree(plan, sharded)
 
@@ -86,7 +86,7 @@ class Replicas:
             torch.cuda.synchronize(self._layers.device)
 
     def make_equal_again(self, replaced: Sequence[Shared]) -> None:
-        """The same for parameters that have replaced others, on all holders."""
+        """`make_equal` for parameters that have replaced others, on all holders."""
         for s in sorted(replaced, key=lambda s: s.key):
             self._spread(s.key, s.parameter, s.holders)
 
@@ -97,7 +97,7 @@ class Replicas:
         if not groups or not values.numel():
             return
         with torch.no_grad():
-            # As bytes: not every backend knows every dtype.
+            # As bytes, because not every backend supports every dtype.
             data = values.contiguous().reshape(-1).view(torch.uint8)
             for group in groups:
                 wait_for(broadcast(group, data, 0), self._timeout_s, f"the first exchange of {name}")

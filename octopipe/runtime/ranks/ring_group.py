@@ -8,15 +8,15 @@ longer than the step. Here every member adds up one slice of the numbers, in the
 result to all others, so that all of them get the same bits. Every member sends 2 (n - 1) / n times its numbers, as in
 the prediction.
 
-A sum runs beside the computation. `all_reduce` only posts it; whenever the host has a moment (`proceed`, between ops
-and in every wait for another rank), what can go on is queued: copies on the rings' lanes, additions on a stream of
-their own. On a CPU the lanes are threads, and the additions happen in `proceed`. Copies use the copy engines and memory
-of the host, as transfers between stages do: within a GPU the multiprocessors would copy, and a copy would wait for
-kernels that occupy them (see `arenas.py`).
+A sum runs concurrently with the computation. `all_reduce` only posts it. In `proceed` (between ops and in every wait
+for another rank), the host queues everything that is ready: copies on the rings' lanes, additions on a stream of their
+own. On a CPU the lanes are threads, and the additions happen in `proceed`. Copies use the copy engines and memory of
+the host, as transfers between stages do: within a GPU the multiprocessors would copy, and a copy would wait for kernels
+that occupy them (see `arenas.py`).
 
-Why no member can wait for ever: every member posts the same messages on a ring in the same order, namely for one piece
-of a sum after the other the slices to be added and then the added slice, and no host waits for a sum before all ops of
-its step are issued.
+Why no member can wait forever: every member posts the same messages on a ring in the same order (piece by piece, first
+the slices to be added, then the sum of its slice), and no host waits for a sum before it has issued all ops of its
+step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from octopipe.runtime.wire.transports.ring_setup import open_rings
 
 CHUNK_BYTES, CHUNKS = 4 << 20, 4
 PIECE_BYTES = 64 << 20
-"""Of a sum at a time: what arrives from the other members before it is added takes at most as much memory."""
+"""Maximum size of the piece of a sum that is processed at a time, which also bounds the memory for slices received from
+other members."""
 
 
 class RingGroup:
@@ -72,11 +73,11 @@ class RingGroup:
             until=self.until,
         )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        """Where parts are added, beside the computation."""
+        """The stream on which parts are added, concurrent with the computation."""
         self._pieces: deque[_Piece] = deque()
-        """Posted and not yet added up; only the first of them has messages under way."""
+        """Pieces that are not yet added up; only the first of them has messages in flight."""
         self._handing: deque[_Piece] = deque()
-        """Added up; their slices are on the way to all members."""
+        """Pieces that are added up; the sums of their slices are being sent to all members."""
         register(self)
 
     def size(self) -> int:
@@ -178,9 +179,9 @@ class RingSum:
     def __init__(self, group: RingGroup, tensor: Tensor):
         self._group, self._tensor = group, tensor
         self.left = 0
-        """Pieces that are not whole yet."""
+        """The number of pieces that are not complete."""
         self.done: Any = None
-        """On a GPU: when it is whole there; known once everything is queued."""
+        """On a GPU: the event after which the sum is complete; set once everything is queued."""
 
     def over(self) -> bool:
         """Whether `wait` would return without making the host wait."""
@@ -203,7 +204,7 @@ class _Piece:
     def __init__(self, whole: RingSum, slices: Sequence[Tensor]):
         self.whole, self.slices = whole, slices
         self.parts: dict[int, Tensor] | None = None
-        """What arrives from each member of this rank's slice."""
+        """For each other member, its values of this rank's slice; None before they are posted, empty once added."""
         self.under_way: list[Passage] = []
 
 

@@ -5,7 +5,7 @@ values that forwards read from elsewhere.
 
 `head.weight.data = embedding.weight.data` and `register_buffer("table", embedding.weight.detach())` make two tensors
 of one memory: in one process an update of the one is an update of the other. Every rank has its own memory, so there
-they would drift apart in silence. Layers that stand on the same ranks share it there, too.
+they would silently diverge. Layers on the same ranks share the memory there, too, and are accepted.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _overlapping(held: list[_Held]) -> Iterator[tuple[_Held, _Held]]:
-    """Pairs of tensors of one storage that have an element in common. Thousands may lie side by side in one storage
-    (flat buffers of optimizers), so only those are compared of which one begins before the other ends."""
+    """Pairs of tensors of one storage that have an element in common. One storage may contain thousands of tensors
+    (flat buffers of optimizers), so only tensors with overlapping ranges are compared."""
     ordered = sorted(held, key=lambda h: _reach(h.tensor)[0])
     for n, one in enumerate(ordered):
         end = _reach(one.tensor)[1]
@@ -79,7 +79,7 @@ def _reach(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose reaches overlap have an element in common: parts of a fused weight have none."""
+    """Whether two tensors with overlapping ranges have an element in common (columns of a fused weight have none)."""
     if one.dtype.itemsize != other.dtype.itemsize:
         return True
     size = one.dtype.itemsize

@@ -36,7 +36,7 @@ from octopipe.runtime.ranks.world import World, all_reduce
 SMALL_BYTES = 1 << 20
 """Buffers up to this size are compared by value."""
 FIRST, EVERY = 4, 16
-"""On a device: steps after which ranks say what changed, at the beginning, and then one step in so many."""
+"""On a device, ranks exchange which buffers changed after each of the first steps and then after every 16th step."""
 
 
 class SharedBuffers:
@@ -141,7 +141,7 @@ class SharedBuffers:
             for k, (buffer, tensor, _) in enumerate(mine):
                 row = flat[at : at + rows[k].numel()]
                 at += rows[k].numel()
-                if mean:  # nobody's change leaves it as it is
+                if mean:  # without a change on any rank the value stays
                     row = torch.where(counts[k] > 0, row / counts[k].clamp(min=1), _row(tensor, mean=True))
                 _fill(tensor, row)
                 buffer.note()
@@ -152,7 +152,7 @@ class SharedBuffers:
 
 
 def _buffers_of(modules: Mapping[int, nn.Module]) -> list[_Buffer]:
-    """The buffers that there are, in one order on all ranks."""
+    """All registered buffers, in the same order on all ranks."""
     return [
         _Buffer(k, f"{k}.{prefix}.{key}" if prefix else f"{k}.{key}", inner, key)
         for k, module in modules.items()
@@ -163,7 +163,7 @@ def _buffers_of(modules: Mapping[int, nn.Module]) -> list[_Buffer]:
 
 
 class _Late:
-    """Buffers that the forwards of the first steps made: a table is made once, a statistic changes again."""
+    """Warns of buffers that forwards of the first step created and later ones change (statistics, not tables)."""
 
     def __init__(self, modules: Mapping[int, nn.Module], known: set[str]):
         self._modules, self._known = modules, known
@@ -171,7 +171,7 @@ class _Late:
         self._steps = 0
 
     def seen_all(self) -> bool:
-        """Look after a step; warns of a buffer that changes. Whether this was the last look."""
+        """Inspect the buffers after a step, and warn of one that changes. Returns whether that was the last time."""
         self._steps += 1
         if self._steps == 1:
             self._found = [b for b in _buffers_of(self._modules) if b.name not in self._known]
@@ -195,7 +195,7 @@ class _Buffer:
     def __init__(self, layer: int, name: str, module: nn.Module, key: str):
         self.layer, self.name, self._module, self._key = layer, name, module, key
         self.moves = False
-        """Whether some copy of it was seen to change."""
+        """Whether any copy of it is known to change."""
         self.apart = False
         """Whether the copies have different forms."""
         self.note()
@@ -214,7 +214,7 @@ class _Buffer:
         return 0.0 if now is None else float(zlib.crc32(f"{list(now.shape)} {now.dtype}".encode()))
 
     def note(self) -> None:
-        """Record that the present value is the one that all copies have."""
+        """Record the present value as the one that all copies have."""
         self._seen, now = self._module._buffers.get(self._key), self.tensor()
         self._version = -1 if self._seen is None else self._seen._version
         self._copy = now.clone() if now is not None and now.nbytes <= SMALL_BYTES else None
@@ -234,7 +234,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _row(tensor: Tensor, *, mean: bool) -> Tensor:
-    """The values one after the other, in a dtype that every backend can sum."""
+    """The values as a flat tensor of a dtype that every backend can reduce."""
     if not mean:
         return tensor.reshape(-1).to(torch.int64)
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from octopipe.base.errors import OctoPipeError
 
 FIRST_PORT, PORTS = 20_000, 20_000
-"""The port is made of the job's number, so that jobs on one node do not meet."""
+"""Range of the port, which depends on the job's number so that jobs on one node use different ones."""
 
 
 def adopt() -> bool:
@@ -35,7 +35,7 @@ def environment(known: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would have set; empty if Slurm has started only one task, or if something else has
     started the ranks.
 
-    A batch script is a single task, however many it asks for: only what srun starts in it is several tasks.
+    A batch script runs as a single task, whatever number of tasks the job has; only srun starts several.
     """
     if "RANK" in known or "SLURM_PROCID" not in known:
         return {}

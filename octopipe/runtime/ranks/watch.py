@@ -49,7 +49,7 @@ class Watch:
         self._ready: set[int] = set()
         self._results: dict[int, Any] = {}
         self._failures: dict[int, str] = {}
-        """By rank, in the order of arrival."""
+        """The error of every failed rank, in the order of arrival."""
         self._consequences: set[int] = set()
         """Ranks that failed because another one did."""
         self._died: dict[int, str] = {}
@@ -70,7 +70,7 @@ class Watch:
             for pipe in wait(list(self._open), timeout=left):
                 self._hear(pipe)  # type: ignore[arg-type]
             if self._knows_the_cause() and not told:
-                # Those who wait for the failed rank have nothing to add.
+                # Ranks that wait for the failed one have nothing to add.
                 told, deadline = True, time.monotonic() + min(1.0, self._grace_s)
             elif (self._failures or self._died) and deadline is end:
                 deadline = time.monotonic() + self._grace_s
@@ -101,10 +101,9 @@ class Watch:
         return RankError(late[0], f"{text}; give them more time; pending ops: {'; '.join(lines)}")
 
     def _look_at_stopped(self) -> None:
-        """Give up on a rank that has been stopped and not continued, because it cannot time out by itself.
+        """Raise an error for a rank that has been stopped (SIGSTOP) too long, because it cannot time out by itself.
 
-        Ranks that wait for it get some more time: they know what they wait for, and ask the others before they report
-        it.
+        Ranks that wait for it get `grace_s` more, so that they can report what they wait for.
         """
         if self._hang_s is None:
             return
@@ -171,7 +170,7 @@ class Watch:
         causes = [rank for rank in self._failures if rank not in self._consequences]
         said = [attributed(rank, self._failures[rank]) for rank in (*causes, *self._consequences)]
         if self._died:
-            # Nobody but this process knows that a rank was killed; what its peers waited for says where.
+            # Only this process knows that a rank was killed; its peers' reports state where it was.
             first = next(iter(self._died))
             return RankError(first, "; ".join([self._died[first], *said[:1]]))
         if not causes:
@@ -199,9 +198,9 @@ def gently(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any],
         try:
             return run()
         except KeyboardInterrupt as first:
-            # Ranks do not listen to Ctrl-C, which reaches them too: they get another signal for it.
+            # Ranks ignore SIGINT, which Ctrl-C sends to them, too; SIGUSR1 takes its place.
             passed_on = signal.SIGTERM if asked[0] == signal.SIGTERM else signal.SIGUSR1
-            if not watch.begun:  # not all ranks are there: none has anything to save
+            if not watch.begun:  # not all ranks have started, so none has anything to save
                 raise
             for process in processes:
                 if process.is_alive():
@@ -210,6 +209,6 @@ def gently(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any],
             try:
                 return watch.run(gentle_s)
             except RankError as error:
-                if f"was killed by {passed_on.name}" in str(error):  # before it could listen: nothing to be said
+                if f"was killed by {passed_on.name}" in str(error):  # it had no handler yet: nothing to report
                     raise first from None
                 raise

@@ -33,14 +33,14 @@ from octopipe.runtime.wire.telling import gather_values
 Group = Any
 """A ProcessGroup or a backend of our own making: both have allreduce, broadcast, allgather, send and recv."""
 NOBODYS_TAG = (1 << 31) - 1
-"""Of a message that is never sent."""
+"""The tag of a message that is never sent."""
 
 
 class World:
     """The ranks of one pipeline (`group`) and, with data parallelism, this rank's counterparts in all pipelines
     (`dp_group`).
 
-    `axes`: by name, the data dimensions of a mesh, which `dp_group` joins; without a mesh there is one, "dp".
+    `axes`: by name, the data dimensions of a mesh, which `dp_group` combines; without a mesh there is one, "dp".
     `model_axes`: the dimensions whose ranks share a batch (tensor parallelism).
     """
 
@@ -66,7 +66,7 @@ class World:
         self._control: Group = None
         self._tags = 0
         self._given: World | None = None
-        """What a user gave, where this World is one for steps."""
+        """The World of the user's groups, if this one was created by `for_steps`."""
         self._on_host = True
         self._own: list[Group] = []
         """Groups that nobody else uses."""
@@ -86,7 +86,7 @@ class World:
         return world
 
     def break_off(self) -> None:
-        """Close this World's own groups: every wait in them ends now, on all members, and none can begin."""
+        """Close this World's own groups: every wait in them fails immediately on all members, as does every new one."""
         own, self._own = self._own, []
         for group in own:
             close_connections(group)
@@ -191,8 +191,8 @@ class World:
         return first
 
     def renew(self, timeout_s: float) -> None:
-        """New groups of the same ranks (collective over pipelines and replicas). After an interrupted step, the old
-        ones are closed, or count collectives that some ranks have started and others have not."""
+        """Replace the groups by new ones of the same ranks (collective over pipelines and replicas). After an
+        interrupted step, the old ones are closed or have collectives that only some of the ranks have started."""
         if self.group is None:
             return
         self._subgroups.clear()
@@ -221,7 +221,7 @@ def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) 
     me = list(members).index(dist.get_rank())
     name = f"octopipe/{purpose}/{'-'.join(map(str, members))}"
     store = default_store()
-    # How often this rank made this group: the same number at all members, whatever else they made.
+    # How often this rank has created this group: the same number on all members.
     count = store.add(f"{name}/count/{me}", 1)
     prefix = dist.PrefixStore(f"{name}/{count}", store)
     if backend == "nccl":
@@ -305,7 +305,7 @@ def wire(group: Group) -> Group:
 
 
 def backend_name(group: Group) -> str:
-    """ "gloo" or "nccl", of a ProcessGroup or of a backend."""
+    """The name ("gloo" or "nccl") of the backend of a ProcessGroup, or of a backend itself."""
     if isinstance(group, dist.ProcessGroup):
         return str(dist.get_backend(group))
     return str(group.name())
@@ -322,7 +322,7 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> Any:
 
 
 def _check_groups(group: Any, dp_group: Any, mesh: Any) -> None:
-    """Raise an error for process groups and meshes that are something else."""
+    """Raise an error if an argument is not a process group or a device mesh."""
     for name, given in (("group", group), ("dp_group", dp_group)):
         if given is not None and not (hasattr(given, "rank") and hasattr(given, "size")):
             raise OctoPipeError(

@@ -22,7 +22,7 @@ from octopipe.runtime.ranks.world import World
 
 
 def take_over(modules: Mapping[int, nn.Module], world: World) -> None:
-    """Let the pipeline reduce the gradients of wrapped layers, or raise an error that states why it cannot."""
+    """Disable DDP's reduction, so that the pipeline reduces the gradients; raise an error for unsupported wrappers."""
     for k, module in modules.items():
         for inner in module.modules():
             if isinstance(inner, DistributedDataParallel):

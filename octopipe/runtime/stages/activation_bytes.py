@@ -20,16 +20,16 @@ from octopipe.runtime.wire.buffers import storage_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """Activation bytes of one micro-batch, parameters not counted, storage shared by tensors counted once."""
+    """Activation bytes of one micro-batch, without parameters. Memory shared by several tensors counts once."""
 
     until_input: int
-    """Held from F until I."""
+    """Bytes that autograd keeps from F until I."""
     until_weight: int
-    """Held from I until W."""
+    """Bytes of the operands that the queue of weight gradients keeps from I until W."""
 
 
 def held_bytes(stage: Stage, inputs: Any, *, then: Callable[[Any], Any] | None = None) -> HeldBytes:
-    """Run F and I once with gradients of ones, counting what is held. Leaves `.grad` as it was."""
+    """Run F and I once, with gradients of ones, and count the bytes kept after each. `.grad` does not change."""
     parameters = [p for m in stage.modules for p in m.parameters()]
     buffers = [b for m in stage.modules for b in m.buffers()]
     own = {t.untyped_storage().data_ptr(): 1 for t in (*parameters, *buffers)}

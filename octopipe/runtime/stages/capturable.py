@@ -34,7 +34,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def modules_of(chain: StageChain) -> list[nn.Module]:
-    """All modules of a stage, inner ones too, each once."""
+    """All modules of a stage with their submodules, each once."""
     return list(dict.fromkeys(m for stage, _ in chain.parts for top in stage.modules for m in top.modules()))
 
 
@@ -118,7 +118,7 @@ class Facts:
     def _tensor(value: Tensor, add: Callable[[Any], None]) -> None:
         add(id(value))
         if value.is_cpu:
-            add(value._version)  # a number on the host is an argument of kernels: baked into the graph
+            add(value._version)  # a value on the host becomes a kernel argument, which is constant in the graph
         else:
             add(value.data_ptr())
 
@@ -169,7 +169,7 @@ class Watch:
 class _Draws:
     """Detects which layer of a stage draws random numbers, on the host or on the device."""
 
-    octopipe_no_state = True  # layers hold it through hooks while it watches: what it notes is not theirs (`places.py`)
+    octopipe_no_state = True  # reachable through the layers' hooks, but not their state (`places.py`)
 
     def __init__(self, chain: StageChain, seeded: bool):
         self._layers = [
@@ -207,8 +207,8 @@ class _Draws:
 
 
 def _collectives() -> int:
-    """The number of collectives that this process has started, as far as its groups count them, and of exchanges that
-    go past them (DeepEP, rings between ranks that share a GPU)."""
+    """The number of collectives that this process has started, as far as its process groups count them, plus exchanges
+    that use no process group (DeepEP, rings between ranks that share a GPU)."""
     total = exchanges_started()
     if not (dist.is_available() and dist.is_initialized()):
         return total

@@ -29,27 +29,28 @@ class Captured:
         self.then = then
         """The function after the last layer, without its target."""
         self.asked: Any = None
-        """F: the form of a message whose value fits. Messages of the same form need not be looked at again."""
+        """For F: the form of a message whose value fits the graph. Messages of this form are not compared again."""
         self.node: CopyNode | None = None
-        """The copy of that value inside the graph. I and B: that of a gradient that a transport delivers."""
+        """For F: the copy of that value inside the graph. For I and B: that of a gradient that a transport delivers."""
 
     def learn(self, cell: Cell, value: Any) -> None:
-        """This value has been found to fit: remember the form of its message, if that says everything about it.
+        """Remember the form of the message of a value that fits, so that later ones of this form are not compared.
 
-        A transport delivers tensors without gaps on its own device, so their form is all there is to know.
+        Done only for a single tensor without a function after the last layer. A transport delivers such a tensor
+        contiguous and on its own device, so the form of the message determines it completely.
         """
         if cell.asked is not None and isinstance(value, Tensor) and self.then is None and self.form is True:
             self.node = self.inputs.first_node()
             self.asked = None if self.node is None else cell.asked
 
     def learn_gradients(self, cell: Cell) -> None:
-        """Gradients fit. One that a transport delivers has the form of the output, which is fixed."""
+        """Remember the copy of a gradient that a transport delivers: its form is that of the output, which is fixed."""
         if cell.gradient_slot is not None and self.inputs.count == 1:
             self.node = self.inputs.first_node()
 
 
 class Passage:
-    """What F stores in a cell: one micro-batch whose ops are being captured (`runs`) or replayed (None)."""
+    """What F stores in a cell for its later ops: the `runs` being captured, or None if the ops are replayed."""
 
     __slots__ = ("runs",)
 

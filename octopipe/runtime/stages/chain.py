@@ -29,7 +29,7 @@ class StageChain:
 
     def __init__(self, parts: Sequence[tuple[Stage, bool]]):
         self.parts = list(parts)
-        """Each with whether it is recomputed."""
+        """Each part, and whether it is recomputed."""
 
     @classmethod
     def of_plan(
@@ -76,14 +76,14 @@ class StageChain:
         return runs, value, needs  # type: ignore[return-value]
 
     def recompute(self, runs: list[StageRun]) -> None:
-        """R."""
+        """R: run the forward again for the parts that are recomputed."""
         for run, (_, recompute) in zip(runs, self.parts):
             if recompute:
                 run.recompute()
 
     @staticmethod
     def backward(runs: list[StageRun], gradients: list[Any], *, fused: bool) -> list[Any]:
-        """I, or B where `fused`: the gradients of the stage's inputs. B empties `runs`."""
+        """I, or B if `fused`; returns the gradients of the stage's inputs. B empties `runs`."""
         if fused:
             while runs:
                 gradients = runs.pop().backward_full(gradients)
@@ -117,7 +117,7 @@ class Ops:
         self.chains, self._autocast, self.host = chains, autocast, host
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Around a training step."""
+        """The context in which a training step runs."""
         return nullcontext()
 
     def begin_step(self) -> None:
@@ -155,7 +155,7 @@ class Ops:
         seed: int | None,
         side: Mapping[str, Any] | None,
     ) -> Forward:
-        """F of a stage whose activations then leave for host memory, as soon as its output is on its way."""
+        """F of a stage whose activations are copied to host memory once its output has been sent."""
         assert self.host is not None
         cell.parcel = self.host.parcel()
         with self._autocast() if self._autocast is not None else nullcontext():
@@ -164,7 +164,7 @@ class Ops:
         return made
 
     def move(self, moves: Moves, device: Any) -> None:
-        """Release and fetch activations before the input of an op has arrived."""
+        """Release activations on the device and start to fetch others, before waiting for the input of an op."""
         assert self.host is not None
         for cell in moves.release:
             if cell.parcel is not None:
@@ -194,15 +194,15 @@ class Ops:
         return StageChain.backward(runs, gradients, fused=fused)
 
     def weight(self, cell: Cell, between: Between = None) -> None:
-        """W; `between` is called after each of its products, where they are issued one by one."""
+        """W; `between` is called after each weight product if they are issued one by one (not from a graph)."""
         runs, cell.runs = cell.runs, None
         StageChain.weight(runs, between)
 
     def weight_so_far(self, cell: Cell) -> None:
-        """Compute the products that an I which is still running has left to W until now."""
+        """Compute the weight products that the I in progress has deferred so far."""
         for run in cell.runs if isinstance(cell.runs, list) else ():
             run.weight_so_far()
 
     def weight_work(self, cell: Cell) -> int:
-        """The number of multiplications of a W that is issued product by product; 0 if it is one graph."""
+        """The number of multiplications that W would compute now; 0 if W is one graph."""
         return sum(run.weight_work() for run in cell.runs) if isinstance(cell.runs, list) else 0

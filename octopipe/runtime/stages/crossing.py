@@ -33,12 +33,15 @@ class Elsewhere:
     """The places in which the forwards of one group of layers must not store tensors with a graph."""
 
     def __init__(self, things: Sequence[tuple[str, weakref.ref[Any]]], loss_fn: Any):
-        """`things`: layers of other stages, with what to call them; `loss_fn`: None where it follows these layers."""
+        """`things`: the other layers with their names for messages. `loss_fn`: None if it runs after these layers."""
         self._things, self._loss_fn = things, loss_fn
         self._looked: set[Any] = set()
 
     def check(self, before: Snapshot, moved: Sequence[Box]) -> None:
-        """Check what a forward has stored in these places, which it has changed."""
+        """Raise an error if a forward has stored a tensor with a graph where other layers or the loss can reach it.
+
+        `moved`: the places that the forward has changed.
+        """
         known = before.tensors
         for box in moved:
             key = next((k for k, v in items_of(box.read()) if _has_graph(v, known)), None)
@@ -66,7 +69,7 @@ class Elsewhere:
 def keep_apart(
     plan: Plan, chains: Mapping[int, StageChain], layers: Mapping[int, weakref.ref[nn.Module]], loss_fn: Any
 ) -> None:
-    """Tell every group of layers which places belong to others. `layers`: all known layers, on any rank."""
+    """Make every group of layers reject values that bypass the pipeline. `layers`: all known layers, on any rank."""
     last = {route[-1] for route in plan.routes}
     for number, chain in chains.items():
         for k, (stage, _) in enumerate(chain.parts):
@@ -78,7 +81,7 @@ def keep_apart(
 
 
 def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> bool:
-    """Warn about layers with state that several ranks of the plan hold; returns whether there was one."""
+    """Warn once if a layer that keeps state has copies on several ranks; returns whether there was a warning."""
     for chain in chains.values():
         for stage, _ in chain.parts:
             holders = sorted(ranks_of.get(stage.first_layer, ()))

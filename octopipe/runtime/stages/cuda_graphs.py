@@ -52,14 +52,14 @@ COLD_STEPS = 2
 WARM_UP_STEPS = COLD_STEPS + 2
 """The eager steps, the observed one and the captured one: steps before the first that only replays."""
 MOST_CAPTURES = 4
-"""How often graphs are captured again before giving up, because something changes all the time."""
+"""How often graphs are captured before all stages stay eager, because something changes all the time."""
 COLD, WATCHED, CAPTURING, REPLAYING, OFF = range(5)
 PAIRED = "its ops run in pairs with others"
 _log = logging.getLogger("octopipe.graphs")
 
 
 _ONE_TENSOR, _TENSOR_AND_TARGET = (tuple, True, False, False), (tuple, True, False, True)
-"""Forms of the usual inputs of F, a tensor without side inputs: known without taking them apart."""
+"""Forms of the usual inputs of F (one tensor, no side inputs), so that `flatten` need not run for them."""
 NO_INPUTS = Inputs(None, None)
 
 
@@ -83,9 +83,8 @@ class GraphedOps(Ops):
         device: torch.device,
         paired: Collection[int] = (),
     ):
-        """`paired`: stages with ops that the plan runs together with others; they run eagerly. Two ops that change
-        turns cannot be watched apart, and whether they are captured must not differ between ranks that exchange
-        tokens."""
+        """`paired`: stages with ops that the plan runs in pairs. They run eagerly: the two ops of a pair alternate, so
+        they cannot be observed separately, and ranks that exchange tokens must agree on whether they are captured."""
         super().__init__(chains, autocast)
         self._paired = frozenset(paired)
         self._device = device
@@ -99,10 +98,10 @@ class GraphedOps(Ops):
         self._watch: Watch | None = None
         self._pool: Pool | None = None
         self._cells: dict[Cell, None] = {}
-        """Cells that hold graphs."""
+        """Cells whose ops have graphs."""
         self._seen: dict[int, Seen] = {}
         self._facts = Facts([])
-        """Of the stages that are captured."""
+        """What the graphs of the captured stages depend on; `_known` has the values at the decision to capture."""
         self._known: list[Any] = []
         self._gradients = GradientBuffers()
         self._by_calls: set[int] = set()
@@ -110,13 +109,13 @@ class GraphedOps(Ops):
 
     @property
     def captured(self) -> int:  # type: ignore[override]
-        """Graphs that are replayed now."""
+        """The number of ops that are currently replayed from graphs."""
         return sum(len(cell.graphs) for cell in self._cells) if self._phase == REPLAYING else 0
 
     # -- steps ------------------------------------------------------------------------------------------
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Calls of the driver go to the current device, torch's own to the device of their tensors."""
+        """Make this rank's device current: calls of the driver go to the current device, unlike torch's own."""
         return torch.cuda.device(self._device)
 
     def begin_step(self) -> None:
@@ -265,7 +264,7 @@ class GraphedOps(Ops):
                 or not known.inputs.fit(form, given, needs)
             ):
                 if self._autocast is not None:
-                    # The graph of a step's first F casts the weights for those that follow: without it they are old.
+                    # Only the graph of a step's first F casts the weights; without it, later graphs use old casts.
                     self._by_calls.add(stage)
                 return super().forward(cell, value, needs, then, seed, side)
             known.learn(cell, value)
@@ -274,7 +273,7 @@ class GraphedOps(Ops):
             out = known.outputs[0] if known.form is True else build(known.form, iter(known.outputs))
             return REPLAYED, out, known.needs
         if cell.first and needs and True in needs:
-            return super().forward(cell, value, needs, then, seed, side)  # its gradient leaves the step
+            return super().forward(cell, value, needs, then, seed, side)  # the caller gets its input's gradient
         inputs = self._inputs(form, needs)
         graph, (runs, out, out_needs) = self._capture(
             lambda: self._forward_body(stage, cell.recomputes, inputs, form, given, needs, then), inputs
@@ -313,7 +312,7 @@ class GraphedOps(Ops):
             known = cell.graphs[kind]
             node, first = known.node, gradients[0] if gradients else None
             if node is None or first is None:
-                known.inputs.fill_gradients(gradients)  # leaf by leaf already
+                known.inputs.fill_gradients(gradients)  # already a flat list
                 known.learn_gradients(cell)
             else:
                 address = first.data_ptr()
@@ -384,7 +383,7 @@ class GraphedOps(Ops):
             yield
             return
         self._note(cell, kind, given)
-        with self._watch.op(cell.stage, seeded=kind == "R"):  # which is seeded as its F was
+        with self._watch.op(cell.stage, seeded=kind == "R"):  # R is seeded like its F
             yield
         self._gradients.observe(modules_of(self.chains[cell.stage]))
 

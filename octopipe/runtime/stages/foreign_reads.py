@@ -18,32 +18,32 @@ import torch
 from torch import nn
 
 _CUTS_OFF = frozenset(("detach", "item", "tolist", "numpy"))
-"""Methods that read values and ask for no gradient."""
+"""Methods that read values without recording a gradient."""
 _FORM_ONLY = frozenset(
     ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "type", "get_device",
      "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_pinned", "is_shared",
      "is_signed", "is_inference", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
      "retain_grad", "__hash__", "__len__", "__repr__", "result_type", "can_cast", "__get__", "__set__")
 )  # fmt: skip
-"""Functions and methods that tell no values; attributes are asked for apart (`data`)."""
+"""Functions and methods that return no values of a tensor. Of the attributes, `_reads` treats `data` separately."""
 
 
 class Known(NamedTuple):
-    """A parameter of some layer, while it lives."""
+    """A weak reference to a parameter of a layer, and its name."""
 
     ref: weakref.ref[nn.Parameter]
     name: str
 
 
 class ForeignReads:
-    """Notes the first parameter of a layer elsewhere that a forward reads. `known`: those parameters by id."""
+    """Records the first parameter of a layer on another rank that a forward reads. `known`: these parameters by id."""
 
     def __init__(self, known: Mapping[int, Known]):
         self._known = known
         self.found = ""
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """A call of torch with these arguments."""
+        """Inspect one call of torch; `found` becomes the name of the parameter whose values it reads."""
         if self.found:
             return
         for given in (*args, *(kwargs or {}).values()):
@@ -57,6 +57,6 @@ def _reads(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in _CUTS_OFF or (name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data"):
         return True
-    if torch.is_grad_enabled():  # with a gradient: its graph will tell
+    if torch.is_grad_enabled():  # `ranks/leaves.py` finds the weight in the graph of the output
         return False
     return name not in _FORM_ONLY and not name.endswith("_like") and not name.startswith("new_")

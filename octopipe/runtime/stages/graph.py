@@ -49,7 +49,7 @@ def run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
 def edge_of(tensor: Tensor) -> Any:
     """The edge at which the tensor's gradient enters the graph; keeps the graph alive, but not the tensor."""
     node = tensor.grad_fn
-    # A node of a Function written in Python does not own its graph: torch's own way takes care of that.
+    # A node of a Function written in Python does not own its graph; torch's `get_gradient_edge` handles that.
     if node is None or isinstance(node, PythonFunctionNode):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)

@@ -46,7 +46,7 @@ class CopyParams(ctypes.Structure):
 
 
 class GraphDriver:
-    """Handles are plain numbers, as torch gives them."""
+    """Calls of libcuda that read, redirect and launch CUDA graphs. Handles are plain numbers, as torch returns them."""
 
     def __init__(self) -> None:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -57,11 +57,11 @@ class GraphDriver:
         self._set_params = typed(lib.cuGraphExecMemcpyNodeSetParams, handle, handle, pointer, handle)
         self._context = typed(lib.cuCtxGetCurrent, pointer)
         self.launch = typed(lib.cuGraphLaunch, handle, handle)
-        """An executable graph and a stream; returns an error code. It is called for every op, so nothing is around
-        it."""
+        """Launches an executable graph on a stream and returns an error code. It is called for every op and therefore
+        has no wrapper."""
 
     def nodes(self, graph: int) -> list[tuple[int, int]]:
-        """All nodes of a graph, each with the number of its kind."""
+        """All nodes of a graph, each with its kind (a key of `NODE_KINDS`)."""
         count = ctypes.c_size_t(0)
         check_code(self._nodes(graph, None, ctypes.addressof(count)), "cuGraphGetNodes")
         nodes = (ctypes.c_void_p * max(count.value, 1))()
@@ -91,7 +91,7 @@ class GraphDriver:
         return found.value or 0
 
     def set_copy(self, executable: int, node: int, params: CopyParams, context: int) -> None:
-        """New operands of a copy for all launches from now on."""
+        """Set the operands of a copy for all launches from now on."""
         code = self._set_params(executable, node, ctypes.addressof(params), context)
         if code:
             check_code(code, "cuGraphExecMemcpyNodeSetParams")
@@ -106,7 +106,7 @@ class CopyNode:
         self._driver, self._executable, self._node = driver, executable, node
         self._params, self._context = params, context
         self.address: int = params.source
-        """From where the next launch copies."""
+        """The address from which the next launch copies."""
 
     def move(self, address: int) -> None:
         self._params.source = address

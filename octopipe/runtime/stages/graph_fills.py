@@ -21,7 +21,7 @@ from octopipe.runtime.stages.graph_driver import MEMSET_NODE, GraphDriver
 from octopipe.runtime.wire.driver import check_code, typed
 
 THREAD_LOCAL = 1
-"""The mode of a capture during which other threads may call what they like."""
+"""`CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: other threads may make any call during the capture."""
 TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -46,7 +46,7 @@ class FillDriver:
         handle, pointer, size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
         self._nodes = nodes
         self._params = typed(lib.cuGraphMemsetNodeGetParams, handle, pointer)
-        # These versions tell of edges that are more than an order, which have to stay as they are.
+        # These versions report the data of edges: one that is more than an order (programmatic launch) has to stay.
         self._before = typed(lib.cuGraphNodeGetDependencies_v2, handle, pointer, pointer, pointer)
         self._after = typed(lib.cuGraphNodeGetDependentNodes_v2, handle, pointer, pointer, pointer)
         self._connect = typed(lib.cuGraphAddDependencies_v2, handle, pointer, pointer, pointer, size)
@@ -64,7 +64,7 @@ class FillDriver:
         return found
 
     def neighbours(self, node: int) -> tuple[list[int], list[int]] | None:
-        """The nodes before and after a node; None if an edge between them says more than their order."""
+        """The nodes before and after a node; None if an edge has data, that is, means more than the order."""
         found = []
         for ask, name in (
             (self._before, "cuGraphNodeGetDependencies"),
@@ -81,8 +81,8 @@ class FillDriver:
         return found[0], found[1]
 
     def add(self, graph: int, stream: torch.cuda.Stream, before: Sequence[int], act: Callable[[], object]) -> list[int]:
-        """Add what `act` queues on the current stream, which becomes this one, to a graph, after the nodes given;
-        returns the new nodes."""
+        """Run `act` with `stream` as the current stream, and add what it queues there to a graph, after the nodes
+        `before`. Returns the new nodes."""
         known = {node for node, _ in self.nodes(graph)}
         nodes, end = (ctypes.c_void_p * max(len(before), 1))(*before), ctypes.c_void_p(0)
         first = ctypes.addressof(nodes) if before else None
@@ -97,7 +97,7 @@ class FillDriver:
         return [node for node, _ in self.nodes(graph) if node not in known]
 
     def connect(self, graph: int, node: int, after: Sequence[int]) -> None:
-        """A node comes before each of the others."""
+        """Add dependencies: each node of `after` waits for `node`."""
         if after:
             sources, targets = (
                 (ctypes.c_void_p * len(after))(*[node] * len(after)),
@@ -110,13 +110,13 @@ class FillDriver:
         check_code(self._destroy(node), "cuGraphDestroyNode")
 
     def memset(self, stream: int, memory: Tensor, value: int) -> None:
-        """What libraries queue: every byte of the memory gets this value."""
+        """Set every byte of a tensor's memory to a value on a stream, as libraries do (for the trial)."""
         check_code(self._memset(memory.data_ptr(), value, memory.nbytes, stream), "cuMemsetD8Async")
 
 
 def replace_memsets(driver: Any, graph: int, stream: torch.cuda.Stream) -> int:
-    """Let kernels take the place of the memsets of a captured graph; returns how many. Those of memory with gaps, or
-    behind an edge that is more than an order, stay."""
+    """Replace the memsets of a captured graph by kernels; returns how many. Memsets of memory with gaps, and those with
+    an edge that is more than an order, stay."""
     replaced = 0
     for node, kind in driver.nodes(graph):
         if kind != MEMSET_NODE:
@@ -137,7 +137,7 @@ def replace_memsets(driver: Any, graph: int, stream: torch.cuda.Stream) -> int:
 
 
 def pattern(params: FillParams) -> tuple[int, int, int]:
-    """What a memset writes, as elements of as many bytes as possible, at most four: their size, count and value."""
+    """Size, count and value of the largest elements (at most four bytes) by which a memset can be expressed."""
     size, count, value = params.element_bytes, params.width, params.value & ((1 << (8 * params.element_bytes)) - 1)
     while size < 4 and count % 2 == 0 and params.target % (2 * size) == 0:
         value |= value << (8 * size)
@@ -148,12 +148,12 @@ def pattern(params: FillParams) -> tuple[int, int, int]:
 
 
 def _memory(address: int, count: int, size: int, device: torch.device) -> Tensor:
-    """Elements at an address of the device as a tensor that does not own them."""
+    """A tensor over elements at a device address; it does not own the memory."""
     return torch.as_tensor(_Elements(address, count, size), device=device)
 
 
 class _Elements:
-    """Elements at an address, in the form in which torch accepts them from other libraries."""
+    """Device memory with the interface by which torch accepts arrays of other libraries."""
 
     def __init__(self, address: int, count: int, size: int):
         self.__cuda_array_interface__ = {

@@ -30,26 +30,26 @@ class GradientBuffers:
         """Parameters without a buffer that got a gradient while ops were captured."""
 
     def observe(self, modules: Iterable[nn.Module]) -> None:
-        """After a backward of the observed step: note who has a gradient, before a reduction takes it."""
+        """Record, after a backward of the observed step, which parameters have a gradient (before any reduction)."""
         for parameter in _own_parameters(modules):
             if parameter.grad is not None:
                 self._reached[parameter] = parameter.grad.dtype
 
     def check(self, modules: Iterable[nn.Module]) -> None:
-        """After a captured backward: note gradients of parameters that have no buffer."""
+        """Record, after a captured backward, the parameters that have a gradient but no buffer."""
         for parameter in _own_parameters(modules):
             if parameter.grad is not None and id(parameter) not in self._bound:
                 self._late[parameter] = None
 
     def make(self, modules: Iterable[nn.Module]) -> None:
-        """Buffers for the parameters of these modules that were reached."""
+        """Allocate buffers for those parameters of these modules that got a gradient in the observed step."""
         owned = dict.fromkeys(p for p in _own_parameters(modules) if p in self._reached)
         self._buffers = [(p, torch.zeros_like(p, dtype=self._reached[p], requires_grad=False)) for p in owned]
         self._bound = {id(p) for p in owned}
         self._reached.clear()
 
     def bind(self) -> None:
-        """Assign every parameter's buffer to its `.grad`, including its previous value."""
+        """Make every buffer its parameter's `.grad`, with the value that `.grad` had before (zeros if None)."""
         fresh = []
         with torch.no_grad():
             for parameter, buffer in self._buffers:
@@ -65,7 +65,7 @@ class GradientBuffers:
                 foreach_zero_(fresh)
 
     def rescue(self) -> bool:
-        """Copy late gradients out of the pool, so that it can be dropped; returns whether there were any."""
+        """Copy gradients without a buffer out of the pool, so that it can be dropped. Returns whether any exist."""
         late, self._late = self._late, {}
         for parameter in late:
             if parameter.grad is not None:
@@ -73,7 +73,7 @@ class GradientBuffers:
         return bool(late)
 
     def release(self) -> None:
-        """Give the memory up; gradients that are in use stay where they are."""
+        """Drop the buffers. A buffer that is still a parameter's `.grad` stays alive through it."""
         self._buffers, self._bound = [], set()
 
 

@@ -28,24 +28,25 @@ class Place:
     """Where one leaf of an op's input lies when the op is replayed."""
 
     value: Any
-    """A view of its memory; a constant; or a tensor that an earlier graph leaves there itself."""
+    """A view of the memory from which the graph reads the leaf (earlier graphs write their outputs directly to it), or
+    the leaf itself if it is not a tensor."""
     copied: bool
-    """Whether what comes from outside is copied there."""
+    """Whether the leaf comes from outside the graphs and is copied to that memory."""
     shape: Any = None
     dtype: Any = None
     device: int = -1
     stride: Any = None
-    """The form of what is copied; its device by number."""
+    """Shape, dtype, device number and stride of a tensor that is copied."""
     address: int = 0
     numel: int = 0
     nbytes: int = 0
-    """Of memory without gaps, which the driver copies without torch's dispatcher; 0 where torch must copy."""
+    """Bytes of contiguous memory, which the driver copies without torch's dispatcher; 0 if torch must copy."""
     source: int = 0
-    """From where a copy inside the graph reads as captured; 0 where the copy comes before the launch."""
+    """The address from which a copy inside the graph read at capture; 0 if the copy runs before the launch."""
     node: CopyNode | None = None
     """That copy, once the graph is complete."""
     kept: Any = None
-    """A tensor made for that copy to read, because what arrived could not be read as it was."""
+    """A contiguous tensor on the device that the copy inside the graph reads, if the given one could not be used."""
 
 
 class Inputs:
@@ -57,12 +58,12 @@ class Inputs:
     __slots__ = ("_form", "_inside", "_needs", "_places")
 
     def __init__(self, form: Any, needs: Sequence[bool] | None, *, inside: bool = False):
-        """`inside`: the graph copies outside tensors itself where that is possible; `bind` must follow the capture."""
+        """`inside`: the graph itself copies outside tensors if possible; call `bind` after the capture."""
         self._form, self._needs, self._inside = form, None if needs is None else list(needs), inside
         self._places: list[Place] = []
 
     def placed(self, given: Sequence[Any]) -> list[Any]:
-        """During capture: the leaves for the op, with room for outside tensors in memory of the pool."""
+        """The leaves that the op reads during capture: outside tensors are replaced by memory of the pool."""
         out: list[Any] = []
         for leaf in given:
             made = getattr(leaf, VIEW, None) if isinstance(leaf, Tensor) else None
@@ -82,7 +83,7 @@ class Inputs:
         return out
 
     def bind(self, graph: Graph) -> None:
-        """After the capture: find the copies that `placed` put into the graph."""
+        """Find the copies that `placed` put into the graph; called after the capture."""
         inside = [k for k, place in enumerate(self._places) if place.source]
         nodes = graph.copy_nodes([(self._places[k].source, self._places[k].address) for k in inside]) if inside else []
         for k, node in zip(inside, nodes):
@@ -114,7 +115,7 @@ class Inputs:
         return True
 
     def fill(self, given: Sequence[Any]) -> None:
-        """Bring outside tensors, which `fit`, to the addresses that the graph reads."""
+        """Copy outside tensors that `fit` to the addresses that the graph reads, or redirect the graph's own copies."""
         for leaf, place in zip(given, self._places):
             node = place.node
             if node is not None:
@@ -125,12 +126,13 @@ class Inputs:
                 _copy(leaf, place)
 
     def fill_gradients(self, given: Sequence[Any]) -> None:
-        """The same for gradients of a micro-batch whose forward was replayed: a missing gradient counts as zeros."""
+        """`fill` for the gradients of a micro-batch whose forward was replayed. Raises an error if they do not have the
+        captured form; a missing gradient counts as zeros."""
         if len(given) != len(self._places):
             raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._places)}"))
         for leaf, place in zip(given, self._places):
             node = place.node
-            # Autograd gives a gradient the shape of its tensor, so the number of elements says it all.
+            # A gradient has the shape of its tensor, so comparing the number of elements is enough.
             if (
                 node is not None
                 and leaf is not None
@@ -173,7 +175,7 @@ def copied_to(leaf: Tensor) -> Place:
 
 
 def _bring(leaf: Tensor, place: Place) -> None:
-    """A tensor with the shape and dtype of a place, whatever its strides and device."""
+    """Copy a tensor with the shape and dtype of a place, but any strides and device, to that place."""
     plain = leaf.is_contiguous() and leaf.get_device() == place.device
     node = place.node
     if node is not None:
@@ -190,8 +192,7 @@ def _bring(leaf: Tensor, place: Place) -> None:
 
 
 def _copy(leaf: Tensor, place: Place) -> None:
-    """On the current stream, as torch's own copy; without gaps it is one call of the driver. `leaf` has the form of the
-    place."""
+    """Copy `leaf`, which has the form of the place, on the current stream; contiguous memory takes one driver call."""
     driver, stream_of = copy_driver(), current_raw_stream
     if driver is None or stream_of is None or not place.nbytes:
         with torch.no_grad():

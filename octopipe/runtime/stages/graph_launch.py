@@ -3,8 +3,8 @@
 Knows: torch's graph object, the driver's handles of it. Does not know: what is captured, from which memory
 (`graph_memory.py`).
 
-Every call of the driver takes the host as long as the launch of a whole graph, so an op should need one. What arrives
-from outside is therefore copied by the graph itself (`GraphDriver`), and the launch goes to the driver directly.
+Every call of the driver takes as much host time as the launch of a whole graph, so an op should need only one. Outside
+inputs are therefore copied by the graph itself (`GraphDriver`), and graphs are launched by the driver directly.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Graph:
     __slots__ = ("_device", "_driver", "_graph", "replay")
 
     def __init__(self, graph: Any, device: torch.device, driver: GraphDriver | None):
-        """`driver`: for graphs that were captured with `keep_graph` and are instantiated."""
+        """`driver`: given only if the graph was captured with `keep_graph` and has been instantiated."""
         self._graph, self._device, self._driver = graph, device, driver
         self.replay: Callable[[], None] = graph.replay
 
     def replay_first(self) -> None:
-        """The first launch, by torch, which advances the generator of a graph that draws random numbers. A graph that
-        draws none is launched by the driver from then on."""
+        """Launch the graph for the first time, through torch. If that does not advance torch's generator (the graph
+        draws no random numbers), all later launches go to the driver directly."""
         if self._driver is None or current_raw_stream is None:
             self._graph.replay()
             return
@@ -44,7 +44,7 @@ class Graph:
             self.replay = direct_launch(self._driver.launch, executable, current_raw_stream, self._device.index)
 
     def copy_nodes(self, wanted: list[tuple[int, int]]) -> list[CopyNode]:
-        """The copies of this graph from one address to another, in the order asked for.
+        """The copies of this graph with these (source, target) addresses, in this order.
 
         Only the copies of inputs read the memory of an outside tensor, so the two addresses identify a copy.
         """
@@ -57,7 +57,7 @@ class Graph:
         return [CopyNode(self._driver, executable, *found[pair], context) for pair in wanted]
 
     def node_counts(self) -> dict[str, int]:
-        """How many nodes of each kind the graph has: what its launch takes depends on them. Empty if not known."""
+        """The number of nodes of each kind, on which the launch time depends. Empty without a driver."""
         driver = self._driver
         kinds = [] if driver is None else [kind for _, kind in driver.nodes(self._graph.raw_cuda_graph())]
         return {NODE_KINDS.get(kind, f"kind {kind}"): kinds.count(kind) for kind in sorted(set(kinds))}
@@ -70,7 +70,7 @@ class Graph:
 def direct_launch(
     launch: Callable[[int, int], int], executable: int, stream_of: Callable[[int], int], device: int
 ) -> Callable[[], None]:
-    """A launch as one call of the driver: a closure, because attributes of an object would be looked up every time."""
+    """Return a launch that is one call of the driver: a closure, which saves attribute look-ups per launch."""
 
     def replay() -> None:
         code = launch(executable, stream_of(device))
@@ -82,7 +82,7 @@ def direct_launch(
 
 @functools.cache
 def copy_driver() -> Driver | None:
-    """libcuda itself; None where there is none (ROCm), or torch does not tell its streams."""
+    """The calls of libcuda; None if there is no libcuda (ROCm) or torch does not expose its current raw stream."""
     if current_raw_stream is None:
         return None
     try:

@@ -33,7 +33,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for all pools, because libraries keep a workspace per stream."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        # They make it now: made while capturing it would lie in a pool.
+        # cuBLAS allocates its workspace now. Allocated during a capture, it would lie in a graph's pool.
         small = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
         torch.mm(small, small)
     stream.synchronize()
@@ -44,8 +44,8 @@ class Pool:
     """A private pool of device memory, and the stream that work is captured on."""
 
     def __init__(self, device: torch.device, driver: GraphDriver | None = None, fills: FillDriver | None = None):
-        """`driver` and `fills` are for the trial of their calls; otherwise those that passed the trial are used, if
-        they did."""
+        """`driver` and `fills` are given only to try these calls out (`graph_driver`, `fill_driver`). Otherwise the
+        pool uses them if the trial has succeeded."""
         self._driver = driver or graph_driver(device)
         self._fills = fills if driver is not None else fill_driver(device)
         self._id = torch.cuda.graph_pool_handle()
@@ -59,7 +59,7 @@ class Pool:
         return self._driver is not None
 
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """A graph of everything that `body` launches (nothing of it runs now), and what it returned."""
+        """Capture everything that `body` launches, without running it; returns the graph and the result of `body`."""
         driver = self._driver
         graph = torch.cuda.CUDAGraph() if driver is None else torch.cuda.CUDAGraph(keep_graph=True)
         generator = torch.cuda.default_generators[self._stream.device.index]
@@ -67,7 +67,7 @@ class Pool:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # an op that launches nothing
-            # Other threads of ours ask for events meanwhile: only this one must keep to the rules.
+            # Other threads query events meanwhile, so the restrictions of a capture must apply to this thread only.
             graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             try:
                 result = body()
@@ -84,7 +84,7 @@ class Pool:
         return made, result
 
     def _break_off(self, graph: Any, generator: torch.Generator, drawn: Tensor) -> None:
-        """After a capture that failed: end it, and what torch leaves behind then. Its allocator would go on serving the
+        """End a capture that failed, and undo what torch leaves behind: its allocator would go on allocating from the
         pool, and its generator would refuse to draw outside a capture."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
@@ -97,7 +97,7 @@ class Pool:
 
 @functools.cache
 def graph_driver(device: torch.device) -> GraphDriver | None:
-    """The driver's calls on graphs if a trial shows that they do what is expected of them; else None."""
+    """The driver's calls on graphs; None if a trial shows that they do not work here."""
     if copy_driver() is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
         return None
     try:
@@ -124,7 +124,7 @@ def _redirects(driver: GraphDriver, device: torch.device) -> bool:
 
 @functools.cache
 def fill_driver(device: torch.device) -> FillDriver | None:
-    """The driver's calls on memsets if a trial shows that kernels can take their place; else None, and they stay."""
+    """The driver's calls on memsets; None if a trial shows that kernels cannot replace memsets here."""
     driver = graph_driver(device)
     if driver is None:
         return None
@@ -139,7 +139,7 @@ def _replaces(driver: GraphDriver, fills: FillDriver, device: torch.device) -> b
     """Whether the memsets between two kernels, and those at the ends of a graph, can be replaced."""
     stream = _capture_stream(device)
     with torch.cuda.stream(stream):
-        for dtype in TYPES.values():  # their code is loaded now: not every driver can load it while capturing
+        for dtype in TYPES.values():  # load these kernels now: not every driver can load them during a capture
             torch.empty(64, dtype=dtype, device=device).fill_(1)
     stream.synchronize()
     seen, cleared, last = (torch.zeros(65, dtype=torch.uint8, device=device) for _ in range(3))
@@ -154,21 +154,21 @@ def _replaces(driver: GraphDriver, fills: FillDriver, device: torch.device) -> b
     made, _ = Pool(device, driver, fills).capture(body)
     made.replay_first()
     made.replay()
-    first = 2 * (3 + 3)  # no memset but the first one writes the first byte
+    first = 2 * (3 + 3)  # only the first memset writes the first byte
     middle, end = 2 * (3 + 255) % 256, (0 + 255 + 255 + 255) % 256
     told = seen.tolist() == [first, *[middle] * 63, end] and last.unique().tolist() == [5]
     return told and "memset" not in made.node_counts()
 
 
 def captured_copy(source: Tensor, target: Tensor) -> None:
-    """Within a capture: a copy between memory without gaps on one device, as one node of the graph."""
+    """Copy between contiguous tensors of one device during a capture, as one node of the graph."""
     driver = copy_driver()
     assert driver is not None and current_raw_stream is not None
     driver.copy(current_raw_stream(target.get_device()), target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 class _Address:
-    """Memory in the form in which torch accepts it from other libraries."""
+    """A tensor's memory with the interface by which torch accepts arrays of other libraries."""
 
     def __init__(self, tensor: Tensor):
         nbytes = tensor.untyped_storage().nbytes()
@@ -181,7 +181,8 @@ class _Address:
 
 
 def viewed(leaf: Any) -> Any:
-    """A tensor over the same memory that does not own it; the leaf remembers it. Constants are themselves."""
+    """A view of the tensor's memory that does not own it, also stored in the leaf's attribute `VIEW`. Values other than
+    tensors are returned unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     known = getattr(leaf, VIEW, None)

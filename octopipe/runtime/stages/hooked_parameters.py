@@ -26,7 +26,7 @@ def _references(parameter: Tensor) -> int:
 
 
 _NOBODY = _references(nn.Parameter(torch.zeros(1)))
-"""References to a node that no one but us looks at."""
+"""The reference count of a node that no other Python object holds."""
 
 
 class HookedParameters:
@@ -50,11 +50,11 @@ class HookedParameters:
         return [(f"{first + k}.{n}", b) for k, m in enumerate(self._modules) for n, b in m.named_buffers()]
 
     def look(self, parameters: Iterable[Tensor]) -> set[int]:
-        """Look for hooks anew; the ids of parameters whose gradients autograd itself must add.
+        """Look for hooks again; returns the ids of parameters whose gradients autograd itself must accumulate.
 
-        torch does not show the hooks on a node, but whoever puts one there has to hold the node, or hook and node
-        are gone at once: a node that a Python object holds has one. (A graph that somebody keeps holds nodes, too, but
-        not from Python.)
+        torch does not expose the hooks on an accumulation node. But whoever registers one has to keep a Python
+        reference to the node, as the node and its hooks disappear otherwise. A node that some Python object refers to
+        is therefore taken to have hooks. (Graphs refer to nodes, too, but not from Python.)
         """
         self._after = [(n, p) for n, p in self._named if getattr(p, "_post_accumulate_grad_hooks", None)]
         self.forwards = has_global_forward_hooks() or any(
@@ -67,10 +67,10 @@ class HookedParameters:
         return held
 
     def _held_by_python(self, parameters: Sequence[Tensor]) -> set[int]:
-        """Ids of the parameters whose autograd nodes are held by another Python object."""
+        """Ids of the parameters whose accumulation nodes another Python object refers to."""
         counts = {id(p): count for p in parameters if (count := _references(p)) > _NOBODY}
         if counts != self._counts:
-            # Looking through all objects takes milliseconds: only where something has changed.
+            # Searching all objects takes milliseconds, so it is done only if a reference count has changed.
             nodes = {id(p): get_gradient_edge(p).node for p in parameters if id(p) in counts}
             wanted = {id(node): key for key, node in nodes.items()}
             ours = {id(nodes), id(sys._getframe())}

@@ -8,8 +8,8 @@ Memory is offloaded, not tensors: tensors that share memory are copied once and 
 that has other owners on the device stays there: parameters, buffers, and all inputs of the forward. On a GPU, copies
 are ordered by events alone, and the host does not wait:
 
-- down (the copy to the host) waits for the compute stream's position after F, and for what F's output is sent with if
-  that uses the copy engines, too: they work in order, and the next rank would wait for the whole copy;
+- down (the copy to the host) waits for the compute stream's position after F, and for the transfer of F's output if
+  that uses the copy engines, too: they work in order, so the next rank would otherwise wait for the whole copy;
 - release makes the compute stream wait for down and then frees the memory, so whatever the allocator reuses it for runs
   later on that stream;
 - fetch allocates memory on the compute stream, and up (the copy to the device) waits for that position;
@@ -31,11 +31,11 @@ from octopipe.base.errors import OctoPipeError
 SMALL_BYTES = 1 << 14
 """Tensors with fewer bytes stay on the device: their memory is not worth a separate copy."""
 PAGE = 1 << 21
-"""Pinned buffers are multiples of this, so that those of nearly equal size serve each other."""
+"""Sizes of pinned buffers are multiples of this, so that a buffer can be reused for a nearly equal size."""
 
 
 class Ticket(NamedTuple):
-    """What the graph keeps of a tensor that leaves: a view of some memory."""
+    """What the graph keeps instead of an offloaded tensor: the description of a view of some memory."""
 
     memory: Memory
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Ticket(NamedTuple):
 
 
 class Memory:
-    """The memory of one or more saved tensors: on the device, on the host, or both while it is on its way."""
+    """The memory of one or more saved tensors: on the device, on the host, or on both during a copy."""
 
     __slots__ = ("bytes", "host", "nbytes")
 
@@ -73,19 +73,19 @@ class Pinned:
 
 
 class Parcel:
-    """What one micro-batch's forward of one stage saves: packs tensors, unpacks them again."""
+    """The tensors that autograd saves in the forward of one stage and micro-batch (saved-tensor hooks)."""
 
     def __init__(self, small_bytes: int = SMALL_BYTES):
         self._small = small_bytes
         self._stays: set[int] = set()
         self.memories: dict[int, Memory] = {}
         self.left: Any = None
-        """The event after which the host has everything."""
+        """The event after which all copies to the host are complete."""
         self.returned: Any = None
-        """The event after which the device has everything again."""
+        """The event after which all copies back to the device are complete."""
 
     def begin(self, stays: Iterable[Tensor]) -> None:
-        """A forward starts (again); what it is given stays on the device."""
+        """Forget everything saved: a forward starts, possibly again. The memory of `stays` is not offloaded."""
         self.memories.clear()
         self._stays = {t.untyped_storage().data_ptr() for t in stays if _is_plain(t)}
 
@@ -128,19 +128,19 @@ class HostStore:
         self._down = torch.cuda.Stream(device) if self._cuda else None
         self._up = torch.cuda.Stream(device) if self._cuda else None
         self.moved_bytes = 0
-        """To the host, since this was made."""
+        """Bytes copied to the host since the store was created."""
         self.leaving: list[Parcel] = []
-        """What forwards have saved and no copy has been started for; see `depart`."""
+        """Parcels of forwards whose copies to the host have not been started yet; see `depart`."""
         self.buffer_bytes = 0
-        """Of all buffers in host memory: it stops growing once a step's moves have found theirs."""
+        """Bytes of all buffers allocated in host memory. Constant once every copy of a step can reuse a buffer."""
 
     def parcel(self) -> Parcel:
         return Parcel(self._small)
 
     def depart(self, sent: Iterable[Any] = ()) -> None:
-        """Start the copies of everything that is leaving; called after F and the transfers of its output.
+        """Start the copies of all parcels in `leaving`; called after F and the transfers of its output.
 
-        `sent`: events after which these transfers are out of the copy engines."""
+        `sent`: events after which these transfers no longer occupy the copy engines."""
         if self.leaving and self._down is not None:
             for event in sent:
                 self._down.wait_event(event)
@@ -201,7 +201,7 @@ class HostStore:
                 memory.host.read = parcel.returned
                 self._free.setdefault(memory.host.bytes.numel(), []).append(memory.host)
                 memory.host = None
-        # From here on the graph alone holds the memory: what I has used up must not wait for W.
+        # From here on only the graph refers to the memory, so that what only I needs is freed before W.
         parcel.memories.clear()
 
     def give_up(self) -> None:
@@ -222,5 +222,5 @@ class HostStore:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """An ordinary tensor with memory of its own kind; sparse ones, subclasses and those without storage stay."""
+    """Whether a tensor is an ordinary strided one with elements. Sparse tensors and subclasses stay on the device."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0

@@ -33,10 +33,10 @@ _LIBRARIES = frozenset(
     ("torch", "builtins", "numpy", "transformers", "octopipe", "typing", "abc", "collections", "functools", "logging",
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
 )  # fmt: skip
-"""Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+"""Packages whose classes and functions keep no state of a user's model in their own namespaces."""
 NO_STATE = "octopipe_no_state"
-"""A class whose attribute of this name is true keeps nothing that belongs to a forward: its objects are not opened. For
-communicators, whose counters and buffers must go on from call to call and are never put back."""
+"""Objects of a class in which this attribute is true are not inspected, because they keep no state of a forward. For
+example communicators, whose counters and buffers advance from call to call and must never be restored."""
 _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 """Where Python's own modules and installed packages are."""
 
@@ -52,8 +52,10 @@ def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence
 
 
 def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
-    """A snapshot of these boxes and their contents except modules. State that changed inside a module is its own box
-    among these, so a box that holds a whole model (a cache, a list) does not cost a walk through that model."""
+    """A snapshot of these boxes and their contents, without walking through modules in them.
+
+    Changed state inside a module has its own box, so a list or cache that contains a whole model stays cheap.
+    """
     walk = _Walk(into_modules=False)
     for box in boxes:
         walk.box(box)
@@ -66,7 +68,7 @@ class _Walk:
         self._into_modules = into_modules
         self._seen: set[int] = set()
         self._alive: list[Any] = []
-        """Numbers of `_seen` are of living objects."""
+        """References to the objects in `_seen`, so that their ids are not reused."""
         self._classes: set[type] = set()
         self._modules: set[tuple[int, tuple[str, ...]]] = set()
 
@@ -168,7 +170,7 @@ class _Walk:
         self._namespace(function.__globals__, named, function.__module__)
 
     def _namespace(self, own: dict[str, Any], named: tuple[str, ...], module: str | None) -> None:
-        """What code that names these reaches in a module: variables, functions, and other modules of a user's."""
+        """Visit what code with the global names `named` reaches in a namespace: variables, functions, user modules."""
         here = [n for n in named if n in own]
         names = tuple(n for n in here if _may_be_state(own[n]))
         if names:
@@ -185,7 +187,7 @@ class _Walk:
                     self._namespace(vars(value), named, value.__name__)
 
     def _class(self, kind: type, label: str) -> None:
-        """What a user's class keeps itself, and the functions in it."""
+        """Visit the class attributes of a user's class (and its bases) that may be state, and its functions."""
         for base in kind.__mro__:
             if base in self._classes or base.__module__.partition(".")[0] in _LIBRARIES:
                 continue
@@ -218,7 +220,7 @@ def _named(code: types.CodeType) -> Iterator[str]:
 
 
 def _may_be_state(value: Any) -> bool:
-    """Whether a global or a class's attribute may be something that forwards count or keep."""
+    """Whether a global variable or class attribute may be state that forwards change."""
     if isinstance(value, (list, dict, set, deque)):
         return len(value) <= MOST_ITEMS
     return isinstance(value, (bool, int, float, Tensor)) or value is None or _is_source(value) or _is_array(value)

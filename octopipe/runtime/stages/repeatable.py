@@ -4,8 +4,8 @@ Knows: digests of values, how to compare them, and the error messages. Does not 
 
 On a CPU, a digest is a hash of the bytes, so equality is bitwise. On a GPU, some kernels add in a different order each
 time, so the digest is a random projection: 64 sums of the values with position-dependent signs, whose difference
-estimates the norm of the difference of the values. If the projections differ, the forward runs a third time (where
-forwards communicate with other processes, in any case: all of them must run it equally often). If the second
+estimates the norm of the difference of the values. If the projections differ, the forward runs a third time. (Forwards
+that may communicate with other processes always do, because all of them must run it equally often.) If the second
 and third run agree, the first was a different forward. Otherwise the first may differ from the second by at most
 `NOISE_FACTOR` times the difference between those two, which itself may be at most `NOISE` of the values' norm. A
 difference caused by state is not of that size: it appears only in the first of the runs, or is as large as the random
@@ -30,7 +30,8 @@ LOOKS_AGAIN_AT = 64
 """From this step on, R is also compared with F in steps whose number is a power of two."""
 NOISE_FACTOR = 8.0
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
-"""Of a value's norm, by dtype: the most that runs of one forward may differ on a GPU; `HALF_NOISE` for the others."""
+"""The largest difference between runs of one forward on a GPU, as a share of the value's norm, by dtype; `HALF_NOISE`
+for other dtypes."""
 HALF_NOISE = 3e-2
 _SKETCH = 64
 
@@ -38,10 +39,10 @@ Digest = tuple[Any, ...]
 
 
 def digest_of(value: Any) -> Digest:
-    """One entry per leaf."""
+    """A digest of a nested value, with one entry per leaf."""
     leaves: list[Any] = []
     flatten(value, leaves)
-    with WithoutFunctionModes(), torch.no_grad():  # nobody's mode sees these calls
+    with WithoutFunctionModes(), torch.no_grad():  # no function mode, ours or a user's, intercepts these calls
         return tuple([_digest(leaf) for leaf in leaves])
 
 
@@ -63,7 +64,7 @@ def _wide(flat: Tensor) -> Tensor:
 
 
 def sketch(flat: Tensor) -> Tensor:
-    """64 numbers for a vector of any length; linear, and on average of its norm."""
+    """Project a vector of any length onto 64 numbers: a linear map that preserves the norm on average."""
     flat = _wide(flat)
     if flat.numel() % _SKETCH:
         flat = torch.nn.functional.pad(flat, (0, _SKETCH - flat.numel() % _SKETCH))
@@ -74,7 +75,7 @@ def sketch(flat: Tensor) -> Tensor:
 
 
 def first_difference(one: list[Digest], other: list[Digest]) -> int | None:
-    """The first layer whose values are not the same."""
+    """The index of the first layer whose digests differ; None if all are the same."""
     for k, (a, b) in enumerate(zip(one, other, strict=True)):
         if len(a) != len(b) or not all(map(_same, a, b)):
             return k
@@ -95,7 +96,7 @@ def is_noise(first: Digest, second: Digest, third: Digest) -> bool:
         if _same(a, b):
             continue
         if not (isinstance(a, tuple) and len(a) == 3 and a[0] == b[0] == c[0]):
-            return False  # of a host tensor or a constant: those have no noise
+            return False  # tensors on the host and constants have no noise
         noise, apart = float((b[1] - c[1]).norm()), float((a[1] - b[1]).norm())
         if not (apart <= NOISE_FACTOR * noise and noise <= NOISE.get(a[0][1], HALF_NOISE) * float(b[2])):
             return False
@@ -103,7 +104,8 @@ def is_noise(first: Digest, second: Digest, third: Digest) -> bool:
 
 
 def refuse_difference(layer: str, changed: str) -> None:
-    """`changed`: a parameter that was changed in this step, which then is the likely cause."""
+    """Raise the error for a layer whose R differs from F. `changed`: a parameter or buffer that changed in this step
+    (or ""), which is named as the likely cause."""
     cause = (
         f"{changed} was changed in place since then (by a forward, most likely)"
         if changed

@@ -62,7 +62,7 @@ class Start:
         self.snapshot, self.tensors, self.again, self.checking = snapshot, tensors, again, checking
         self.versions = [t._version for t in tensors]
         self.copies: dict[int, Tensor] = {}
-        """Copies of inputs, by place in `tensors`."""
+        """Copies of inputs, by index in `tensors`."""
         self.standing: dict[int, Tensor] = {}
         """The copy that replaces a tensor, by the tensor's id."""
         self.which: list[HeldTensor] = []
@@ -171,7 +171,7 @@ class Replay:
         """Places that the latest forward changed."""
 
     def observe(self) -> None:
-        """From now on `restless` reports on the forwards that follow."""
+        """Start an observation: `restless` reports on the forwards from here on."""
         self._restless = False
 
     def restless(self) -> bool:
@@ -345,8 +345,8 @@ def _exchange(box: Box, contents: Any, by: dict[int, Tensor]) -> None:
 
 
 def _apart(which: Sequence[HeldTensor], snapshot: Snapshot) -> Iterator[HeldTensor]:
-    """The tensors that share memory with no other tensor of the snapshot: copies of tensors that do would no longer
-    share it."""
+    """Those of the tensors that share memory with no other tensor of the snapshot. Replaced by copies, tensors that do
+    would no longer share it."""
     owners: dict[int, int] = {}
     for held in snapshot.tensors.values():
         if held.tensor.layout is torch.strided and type(held.tensor) is Tensor and held.tensor.numel():

@@ -61,7 +61,7 @@ class Rerun(SplitMode):
         self._node: Any = None
         self._left_out = False
         self._results: list[weakref.ref[Tensor]] = []
-        """The last linear's result, and what was made of it."""
+        """The result of the last linear layer, and tensors computed from it by additions and views."""
 
     def begin(self, queue: WeightQueue, *, whole: bool = False) -> None:
         """Called before a forward; `whole`: nothing may be skipped in this one."""

@@ -40,7 +40,7 @@ _NOTHING = nullcontext()
 
 
 class StageRun:
-    """One micro-batch in a stage, created by `Stage.forward`: with its graph, or without one if R is to build it."""
+    """One micro-batch in a stage, created by `Stage.forward`: with its graph, or without one if R will build it."""
 
     __slots__ = (
         "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_prints", "_queue", "_rng", "_seed", "_side",
@@ -67,7 +67,7 @@ class StageRun:
         self._kept: Kept | None = None
         self._digests: list[Digest] | None = None
         self._prints: Prints | None = None
-        # Cut from the neighbour's graph: our leaves share its memory but not its history.
+        # Detached from the preceding stage's graph: the leaves share the memory but not the autograd history.
         if isinstance(inputs, Tensor):  # most values are one tensor
             self._inputs: Any = inputs.detach()
             self._leaves: list[Any] = [self._inputs]
@@ -159,7 +159,7 @@ class StageRun:
             self._cut(value, grad)
 
     def _attempts(self, grad: bool, mode: SplitMode, start: Start | None, *, again: bool = False) -> Any:
-        """The forward, repeated if it turns out that it must run in another way."""
+        """Run the forward, again and again as long as `Stage.adapt` finds that it must run differently."""
         stage, digests = self._stage, self._digests
         rng = None if start is None or self._seed is not None or not stage.draws else rng_state()
         while True:
@@ -169,7 +169,7 @@ class StageRun:
             if isinstance(saved, Parcel):
                 saved.begin([*self._given(), *stage.held()])
             try:
-                # The mode costs a few microseconds per call of torch: frozen layers do without.
+                # The mode costs a few microseconds per call of torch, so frozen layers run without it.
                 with (
                     torch.set_grad_enabled(graph),
                     _NOTHING if saved is None else saved_tensors_hooks(saved.pack, saved.unpack),
@@ -201,7 +201,7 @@ class StageRun:
         return edge_of(Enter.apply(output) if output._backward_hooks or self._stage.hooked.backwards else output)
 
     def _cut(self, value: Any, grad: bool) -> None:
-        """The detached outputs of a nested value, and the edges to their graph."""
+        """Set the detached outputs of a nested value and, with `grad`, the edges to their graph."""
         leaves: list[Any] = []
         form = flatten(value, leaves)
         check_leaves(leaves, lambda: f"{self._stage.place() if self._then is None else 'loss_fn'} returned")
@@ -221,14 +221,14 @@ class StageRun:
         if first is not None:
             second = self._digests or []
             differs = first_difference(first, second)
-            # The rank that a layer exchanges with cannot know what this one saw: both run the third forward.
+            # Ranks that communicate inside the layers do not know each other's result, so all of them run a third time.
             if differs is not None or stage.in_step_with_others:
                 self._again(True)
             if differs is not None:
                 third = self._digests or []
                 if not all(is_noise(*run) for run in zip(first, second, third, strict=True)):
                     refuse_difference(stage.layer_name(differs), stage.hooked.changed())
-        self._rng = self._kept = self._digests = self.outputs = None  # the next stage has had them
+        self._rng = self._kept = self._digests = self.outputs = None  # the next stage received F's outputs
         self._let_go()
 
     def _let_go(self) -> None:
@@ -266,7 +266,8 @@ class StageRun:
             self._inputs, self._leaves, self._edges = inputs, leaves, None
 
     def backward_input(self, grads: Any = None) -> list[Tensor | None]:
-        """I: everything except the weight products, which are left to W. See `backward_full` for the values."""
+        """I: the backward except the weight products, which wait for W. Arguments and result are those of
+        `backward_full`."""
         self._queue.defer = True
         return self._backward(grads)
 
@@ -275,14 +276,14 @@ class StageRun:
         return self._queue.work()
 
     def weight_so_far(self) -> None:
-        """Compute the weight products that an I which is still running has left to W until now."""
+        """Compute the weight products that the I in progress has deferred so far."""
         try:
             self._queue.run()
         except OperandChanged as error:
             self._stage.hooked.refuse_operand(error)
 
     def backward_weight(self, between: Between = None) -> None:
-        """W: compute the weight products that I left. `between` is called after each of them (see
+        """W: compute the weight products that I deferred. `between` is called after each of them (see
         `WeightQueue.run`)."""
         if self._edges is not None:
             raise OctoPipeError("W before I of the same micro-batch: run backward_input first")
@@ -310,7 +311,7 @@ class StageRun:
         leaves: list[Any]
         if grads is None:
             leaves = [None if edge is None else gradient_of_one(edge) for edge in edges]
-        elif isinstance(grads, list) and len(grads) == 1 and isinstance(grads[0], Tensor):  # what it mostly is
+        elif isinstance(grads, list) and len(grads) == 1 and isinstance(grads[0], Tensor):  # the usual case
             leaves = grads
         else:
             leaves = []
@@ -341,7 +342,7 @@ class StageRun:
         return result or [None] * len(self._wanted)
 
     def weight_bytes(self) -> int:
-        """Bytes alive only because W has not run (after I)."""
+        """Bytes that are kept after I only for W."""
         return storage_bytes(self._queue.tensors(), {})
 
     def _walk(self, roots: tuple[Any, ...], seeds: tuple[Tensor, ...]) -> None:

@@ -179,7 +179,7 @@ class MeanCrossEntropy:
         start = int(module.shard_start)  # type: ignore[arg-type]
 
         def numbers(output: Any, target: Any) -> tuple[Tensor, Tensor]:
-            # A head that makes its numbers without whole logits has one row per token, as `rows` of this class.
+            # A head that computes the two numbers without whole logits assumes one row per token, as `rows` here.
             lean = getattr(output, "partial_softmax", None) if type(self).rows is MeanCrossEntropy.rows else None
             found = lean(self.labels(target), start) if callable(lean) else None
             if found is not None:

@@ -23,11 +23,11 @@ from octopipe.runtime.precision import LOW
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
 ROUNDINGS = 16.0
-"""How many times the precision of its dtype a parameter's norm may move: a weight that is normalised again."""
+"""Tolerance for a parameter's norm, in units of its dtype's precision: normalising a weight twice is no change."""
 
 
 class Prints(NamedTuple):
-    """The state of a stage's parameters at one moment."""
+    """Version, norm and sum of every parameter of a stage at one moment."""
 
     versions: list[int]
     norms: Tensor
@@ -41,7 +41,7 @@ class SilentChanges:
         self._modules, self._first_layer = tuple(modules), first_layer
 
     def look(self) -> Prints | None:
-        """What tells the parameters' present values; None where there are none, or while a GPU captures."""
+        """Measure the parameters' current values; None if there are no parameters, or during a CUDA graph capture."""
         named = self._named()
         if not named or (named[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
@@ -55,7 +55,7 @@ class SilentChanges:
             return Prints([p._version for _, p in named], torch.stack(norms), torch.stack(sums))
 
     def check(self, before: Prints) -> None:
-        """Raise if a parameter has changed since, and torch was not told."""
+        """Raise if a parameter has changed since then without a change of its version."""
         now, named = self.look(), self._named()
         if now is None or len(now.versions) != len(before.versions):
             return

@@ -126,7 +126,7 @@ class Stage:
         return StageRun(self, inputs, then, seed, input_grad, not recompute, again=recompute, side=side)
 
     def held(self) -> list[Tensor]:
-        """Parameters and buffers: the tensors that the stage has on its device whatever its forwards do."""
+        """Parameters and buffers: tensors that stay on the device in any case, so they are not offloaded."""
         return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
 
     def begin_step(self) -> None:

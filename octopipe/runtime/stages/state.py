@@ -84,7 +84,7 @@ class Box:
             thing[...] = contents
         else:
             for key, value in contents.items():
-                if getattr(thing, key, contents) is not value:  # a frozen thing is written only where it was changed
+                if getattr(thing, key, contents) is not value:  # assign only what has changed: the object may be frozen
                     setattr(thing, key, value)
 
     def describe(self, key: Any) -> str:
@@ -152,7 +152,7 @@ class HeldTensor:
 
     def moved(self) -> bool:
         """Whether the values have changed since the tensor was found, as far as its version or a copy shows."""
-        # Batch norm's kernel changes its statistics without a word to the version.
+        # Batch norm's kernel changes its statistics without increasing their version.
         if self.tensor._version != self.version:
             return True
         return self.copy is not None and not _equal(self.tensor, self.copy)
@@ -188,8 +188,7 @@ class Snapshot:
                 yield box, key
 
     def changed_names(self, known: set[int]) -> Iterator[str]:
-        """The names of everything that has changed since, including the values of tensors as far as their versions
-        show.
+        """The names of everything that has changed since the snapshot, including tensors whose version has changed.
 
         `known`: ids of objects whose changes are not of interest.
         """

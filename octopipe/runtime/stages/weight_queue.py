@@ -1,4 +1,4 @@
-"""The queue of weight gradients: what I leaves to W.
+"""The queue of weight gradients that I defers to W.
 
 Knows: the products that are still to be computed, in order, and whether their operands have changed since the forward.
 Does not know: how a product is computed or where its gradient goes (`wgrad_ops.py`).
@@ -53,7 +53,7 @@ class WeightQueue:
     def __init__(self) -> None:
         self.defer = self.reruns = self.shut = False
         self.asked = False
-        """Whether a backward inside the stage's own asked for a weight's gradient."""
+        """Whether a nested `torch.autograd.grad` has requested the gradient of a weight."""
         self.task: int | None = None
         self._items: list[tuple[Callable[..., None], tuple[Any, ...], tuple[int, ...]]] = []
 
@@ -80,7 +80,7 @@ class WeightQueue:
             while items:
                 kernel, args, versions = items.pop()
                 tensors = [a for a in args if isinstance(a, Tensor)]
-                # The first one is the parameter, which may change as it likes.
+                # The first one is the parameter, which may change.
                 for a, version in zip(tensors[1:], versions[1:]):
                     if a._version != version:
                         raise OperandChanged(args[0], "input or output gradient", tuple(a.shape))

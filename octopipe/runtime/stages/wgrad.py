@@ -1,4 +1,4 @@
-"""The weight-gradient split: input gradients now, weight-gradient GEMMs when asked.
+"""The weight-gradient split: input gradients immediately, weight-gradient GEMMs later.
 
 Knows: which torch calls multiply by a parameter, and how to run such a call as a function whose backward returns the
 input gradient immediately and puts the weight gradient into a `WeightQueue`. Does not know: how that gradient is
@@ -68,7 +68,7 @@ from octopipe.runtime.torch_private import (
 __all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Looked up once: after a layer's kernels have filled the caches, every step on the way to a function shows.
+# Looked up once, because these functions are called for every call of torch and attribute look-ups take host time.
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _VIEW_NODES = frozenset(
@@ -107,11 +107,11 @@ class SplitMode(TorchFunctionMode):
         self.hooked = self.in_backward = False
         """Whether a linear of this forward went the quick way; whether the stage's backward runs."""
         self.keeps_nothing = False
-        """Whether this forward's graph is thrown away: nothing may be held for its backward."""
+        """Whether this forward's graph is dropped, so that nothing may be kept for its backward."""
         self.left_alone: set[int] = set()
-        """Ids of parameters whose gradients autograd must add itself (somebody hooks the adding)."""
+        """Ids of parameters whose gradients autograd itself must accumulate (there are hooks on the accumulation)."""
         self.reads: ForeignReads | None = None
-        """Set while forwards are looked at: notes weights of layers on other ranks that they read."""
+        """Set while forwards are inspected: records reads of weights that belong to layers on other ranks."""
         self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
         self._params = {
@@ -120,14 +120,14 @@ class SplitMode(TorchFunctionMode):
             if (type(p) in _PLAIN or is_distributed(p)) and p.requires_grad and p.is_floating_point()
         }
         self.has_weights = bool(self._params)
-        """Whether there is anything to split: a stage of frozen layers may do without the mode."""
+        """Whether there is anything to split. If not (frozen layers), the stage runs without the mode."""
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
 
     def parameters(self) -> Iterable[Tensor]:
         """The parameters whose products are split."""
         return self._params.values()
 
-    # What torch's own do in the end, without the two functions in between.
+    # The same as torch's own methods, without their two intermediate function calls.
     def __enter__(self) -> SplitMode:
         push_function_mode(self)
         return self
@@ -171,13 +171,15 @@ class SplitMode(TorchFunctionMode):
             return None
         if self._own_graph or is_functorch_active() or forward_mode_level() >= 0:
             return None
-        # A forward that keeps nothing has hooks of its own; a checkpoint inside it is met again in R.
+        # A forward that keeps nothing runs under our own saved-tensor hooks; R will detect a checkpoint inside it.
         if not self.keeps_nothing and (top_saved_tensor_hooks is None or top_saved_tensor_hooks(True) is not None):
             self.queue.reruns = True
         return WeightSite(self.queue, found, layout)
 
     def _behind(self, weight: Tensor) -> tuple[Tensor | None, Layout]:
-        """The parameter of which `weight` is a view or a cast (or a view of a cast), and the view."""
+        """The parameter of which `weight` is a view, a cast or a view of a cast, and the layout of the view.
+
+        (None, None) if there is none, or if its gradient cannot be added through that view."""
         base, node = weight, weight.grad_fn
         if weight._is_view():
             base = weight._base  # type: ignore[assignment]
@@ -263,7 +265,7 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
     if distributed:
         if not is_distributed(input):
             return None
-        quick = not mode.habits.backward_inside  # there is no other way: also while a stage's habits are not known
+        quick = not mode.habits.backward_inside  # the only way for DTensors, also before habits are known
     elif type(input) not in _PLAIN:
         return None
     else:
@@ -274,10 +276,10 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         and (input.requires_grad or (bias is not None and bias.requires_grad))
         and not is_autocast_on()
     ):
-        # torch's own linear of a weight without gradient; the hook has what the weight's needs.
+        # torch's own linear with a detached weight; the hook keeps what the weight gradient needs.
         output = F.linear(input, weight.detach(), bias)
         base = output._base
-        # What is done to a view in place replaces the view's node, never its base's.
+        # In-place changes of a view replace the view's node, never that of its base.
         if not mode.keeps_nothing:
             node = (output if base is None else base).grad_fn
             node.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
@@ -290,10 +292,10 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _inner_grad(mode: SplitMode, *args: Any, **more: Any) -> Any:
-    """`torch.autograd.grad` inside a forward: its products belong to the caller, and may be differentiated again."""
+    """`torch.autograd.grad` inside a forward: the caller gets all gradients and may differentiate them again."""
     queue = mode.queue
     _inner_backward(mode)
-    if mode.hooked:  # outside a stage: nobody to run it again
+    if mode.hooked:  # outside a stage, where no one catches `Restart`
         return None
     was, queue.shut = queue.shut, True
     try:
@@ -312,9 +314,9 @@ def _inner_backward(mode: SplitMode, *args: Any, **more: Any) -> None:
 
 
 def _set_grad(mode: SplitMode, enabled: bool) -> None:
-    """Finds the parts of a user's `autograd.Function` that build a graph of their own: its backward reads that graph.
+    """Detect parts of a user's `autograd.Function` that build a graph of their own, which its backward uses.
 
-    There gradients were switched off by torch itself, not by a call that the mode has seen.
+    They enable gradients that torch itself, and not a call that the mode has intercepted, had disabled.
     """
     if mode.in_backward or enabled == _is_grad_enabled():
         return

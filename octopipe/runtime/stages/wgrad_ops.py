@@ -39,10 +39,10 @@ class WeightSite:
         self.queue, self.param, self.layout = queue, param, layout
 
     def wants(self) -> str:
-        """What the backward that runs now does with this weight's gradient: the stage's own adds it ("own").
+        """What the backward that is running does with this weight's gradient. The stage's own backward adds it ("own").
 
-        A backward inside that one adds it too ("own", if it is that of a reentrant checkpoint), returns it to the
-        caller of `torch.autograd.grad` ("returned"), or does not use it ("none").
+        A backward nested in that one adds it, too, if it is that of a reentrant checkpoint ("own"), returns it to the
+        caller of `torch.autograd.grad` ("returned"), or does not need it ("none").
         """
         queue = self.queue
         if queue.shut:
@@ -51,7 +51,7 @@ class WeightSite:
             return "own"
         try:
             return "own" if will_engine_execute(get_gradient_edge(self.param).node) else "none"
-        except RuntimeError:  # torch's answer for a leaf that autograd.grad() was asked for
+        except RuntimeError:  # torch raises this for a leaf whose gradient autograd.grad() returns
             queue.asked = True
             return "returned"
 
@@ -60,11 +60,11 @@ class WeightSite:
 
 
 def _grad_view(param: Tensor, layout: Layout) -> Tensor:
-    """The part of `param.grad` (made if missing) that the view described by `layout` covers."""
+    """The part of `param.grad` (created as zeros if missing) that the view `layout` covers."""
     grad = param.grad
     if grad is None:
         grad = param.grad = torch.zeros_like(param, dtype=gradient_dtype(param))
-    elif grad.layout is not torch.strided:  # a sparse embedding has the same weight
+    elif grad.layout is not torch.strided:  # a sparse embedding shares the weight
         grad = param.grad = grad.to_dense()
     if layout is None:
         return grad
@@ -111,7 +111,7 @@ def add_into(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b` in `dtype`; in a wider one than the operands' the sums are never rounded to theirs."""
+    """`a @ b` in `dtype`. For a float32 product of low-precision operands, sums are never rounded to low precision."""
     if dtype == a.dtype:
         return a @ b
     if dtype is torch.float32 and a.dtype in LOW:
@@ -129,7 +129,7 @@ def _adds_wide(view: Tensor, a: Tensor) -> bool:
 
 @functools.cache
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether this torch and device multiply bfloat16 into float32; tried once."""
+    """Whether this torch and device can multiply bfloat16 into float32, found by trying it once."""
     try:
         a, sums = torch.ones(8, 8, dtype=torch.bfloat16, device=device), torch.ones(8, 8, device=device)
         torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
@@ -175,9 +175,9 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 # Each takes the weight as an input, so that its output requires grad even when nothing else does, and
 # returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
 # checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
-# Outputs are no views: what a user changes in place must not be a view that a function made.
-# A gradient that does not exist (a user's own function returned None) stays none, as in torch's own products: made into
-# zeros, it would give weights a gradient for which an optimizer decays and moves them.
+# Outputs are never views, because autograd forbids in-place changes of a view that a Function created.
+# A gradient that does not exist (a user's own function returned None) stays None, as in torch's own products. With
+# zeros instead, the weights would have a gradient, and an optimizer would apply weight decay and momentum to them.
 
 
 class Restart(BaseException):
@@ -191,8 +191,8 @@ class Restart(BaseException):
 class LinearHook:
     """Runs before the backward of a linear whose weight takes no gradient from autograd, and queues that gradient.
 
-    This is the fast way: between a layer and torch's own kernels, in forward and backward, none of our code runs but
-    this call.
+    This is the fast way: in forward and backward, this call is the only code of ours between a layer and torch's
+    kernels.
     """
 
     __slots__ = ("site", "version", "x")
@@ -216,7 +216,7 @@ class LinearHook:
                     "backwards that did not: do so in the first micro-batch, too"
                 )
         else:
-            # The graph keeps this object until backward has ended: let go of the operand now.
+            # The graph keeps this object until backward has ended, so drop the operand now.
             self.x = None
         if x is None:
             raise RuntimeError("backward through a split linear a second time: its input is gone")
@@ -229,8 +229,8 @@ class LinearHook:
 
 
 class Linear(Function):
-    """The slower alternative to `LinearHook`, for cases in which autograd must know what is saved, or nothing else
-    takes a gradient."""
+    """The slower alternative to `LinearHook`, for cases in which autograd must know what is saved, or in which only the
+    weight takes a gradient."""
 
     @staticmethod
     def forward(
@@ -267,7 +267,7 @@ class Linear(Function):
 
 
 def _rows(x: Any) -> Any:
-    """A matrix of all its vectors, which may have no elements."""
+    """The tensor as a matrix whose rows are its last dimension; it may be empty."""
     return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
 
 
@@ -284,14 +284,14 @@ def in_rows(x: Tensor) -> Tensor:
     if x.ndim < 3 or not x.numel():
         return x
     shape, stride = x.shape, x.stride()
-    for k in range(x.ndim - 2):  # what is_contiguous does not ask of a dimension of size one
+    for k in range(x.ndim - 2):  # is_contiguous ignores the stride of a dimension of size one
         if stride[k] != shape[k + 1] * stride[k + 1]:
             return _rows(x).view(shape)
     return x
 
 
 class LeftOut(Linear):
-    """A linear whose value nobody reads: it returns zeros, with the backward of the product."""
+    """A linear whose value is not needed: it returns zeros, with the backward of the real product."""
 
     @staticmethod
     def forward(

@@ -22,9 +22,9 @@ from torch import Tensor
 from octopipe.runtime.torch_private import storage_use_count
 
 SMALL_BYTES = 4096
-"""Below this, looking for a free buffer costs more than asking for a new one."""
+"""Smaller tensors are allocated anew, which is cheaper than searching for a free buffer."""
 _ALONE = 2
-"""Holders of a buffer's memory while nobody uses it: the pool's tensor and the pool's storage object."""
+"""References to the memory of a free buffer: the pool's tensor and the pool's storage object."""
 
 
 class Lent:

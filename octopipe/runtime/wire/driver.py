@@ -29,7 +29,7 @@ class Driver:
         stream = ctypes.c_void_p
         self._write = typed(lib.cuStreamWriteValue32_v2, stream, pointer, u32, ctypes.c_uint)
         self._wait = typed(lib.cuStreamWaitValue32_v2, stream, pointer, u32, ctypes.c_uint)
-        # Tells from the addresses where memory is.
+        # Detects from the addresses whether memory is on the host or on a device.
         self._copy = typed(lib.cuMemcpyAsync, pointer, pointer, size, stream)
         self._pin = typed(lib.cuMemHostRegister_v2, pointer, size, ctypes.c_uint)
         self._unpin = typed(lib.cuMemHostUnregister, pointer)
@@ -53,7 +53,7 @@ class Driver:
         check_code(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
 
     def stream_done(self, stream: int) -> bool:
-        """Whether everything queued has ended."""
+        """Whether everything queued on a stream has ended."""
         return _ready(self._stream_query(stream), "cuStreamQuery")
 
     def event_done(self, event: int) -> bool:
@@ -63,7 +63,7 @@ class Driver:
 
 
 def typed(function: Any, *arguments: Any) -> Any:
-    """A function of the library with the types of its arguments declared."""
+    """Declare the argument types of a library function, and return the function."""
     function.argtypes = arguments
     return function
 

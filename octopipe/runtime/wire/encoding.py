@@ -43,7 +43,7 @@ def encoded(value: Any, aside: list[Tensor] | None = None) -> bytes:
         return msgspec.msgpack.encode(_packed(value, aside))
     except RecursionError:
         raise OctoPipeError("a value that is nested in itself cannot be sent to another rank") from None
-    except (ValueError, OverflowError) as error:  # more than msgpack has room for
+    except (ValueError, OverflowError) as error:  # msgpack has limits on sizes
         raise OctoPipeError(f"a value cannot be sent to another rank: {error}") from None
 
 
@@ -132,7 +132,7 @@ def _packed_array(value: Any) -> list[Any]:
 
 
 def _name(thing: Any) -> tuple[str, str]:
-    """The module and name by which a process finds the object again."""
+    """The module and qualified name of an object; raises an error if they do not lead back to it."""
     module, name = getattr(thing, "__module__", None) or "builtins", thing.__qualname__
     try:
         found = _found(module, name)
@@ -151,7 +151,7 @@ def _name(thing: Any) -> tuple[str, str]:
 
 def _unpacked(packed: Any, aside: list[Tensor] | None) -> Any:
     if not isinstance(packed, list):
-        if isinstance(packed, dict):  # never written
+        if isinstance(packed, dict):  # `encoded` writes no maps
             raise ValueError("a bare map")
         return packed
     tag, *rest = packed
@@ -167,7 +167,7 @@ def _unpacked(packed: Any, aside: list[Tensor] | None) -> Any:
 
 
 def _way(tag: str, packed: list[Any], aside: list[Tensor] | None) -> Any:
-    """How to build an object of a type, once the type has been checked to be of that kind."""
+    """The flattening rule (see `values`) that builds an object, after checking that the named type is of its kind."""
     kind = _loaded_type(packed[:2])
     way = _WAYS[tag](kind, *[_unpacked(x, aside) for x in packed[2:]])
     check_way(way)
@@ -175,7 +175,7 @@ def _way(tag: str, packed: list[Any], aside: list[Tensor] | None) -> Any:
 
 
 def check_way(way: Any) -> None:
-    """Raise an error unless the type that a message names is used as the kind of type that it is."""
+    """Raise an error unless a message uses a type as what it is: sequence, mapping, dataclass or pytree node."""
     kind = getattr(way, "kind", None)
     good = isinstance(kind, type) and (
         (isinstance(way, Items) and issubclass(kind, tuple | list))
@@ -204,7 +204,7 @@ def _tensor(rest: list[Any], aside: list[Tensor] | None) -> Tensor:
 
 
 def empty_aside(data: bytes) -> list[Tensor]:
-    """Empty tensors for those that are sent separately from this message, in order."""
+    """Empty tensors to receive the tensors that are sent separately from this message, in order."""
     found: dict[int, Tensor] = {}
 
     def walk(packed: Any) -> None:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 KEEP_ORDER = ("x86_64", "AMD64", "i686", "i386")
-"""Machines that need no fence for handing memory over."""
+"""Processors on which no fence is needed between data and its number."""
 
 
 TEXT = "define void @fence() { fence seq_cst ret void }"
-"""A function that is one fence, sequentially consistent, for LLVM."""
+"""LLVM code of a function that consists of one sequentially consistent fence."""
 
 
 def compiled() -> Callable[[], None]:
@@ -34,7 +34,7 @@ def compiled() -> Callable[[], None]:
     machine = llvm.Target.from_default_triple().create_target_machine()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(TEXT), machine)
     engine.finalize_object()
-    call = ctypes.PYFUNCTYPE(None)(engine.get_function_address("fence"))  # keeps Python's lock: it is a moment
+    call = ctypes.PYFUNCTYPE(None)(engine.get_function_address("fence"))  # keeps the GIL: the call is short
 
     def fence(_engine: Any = engine) -> None:
         call()

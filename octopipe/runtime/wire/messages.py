@@ -21,11 +21,11 @@ from octopipe.runtime.values import ATOMS, Form, build, flatten, tensor_flags
 from octopipe.runtime.wire.encoding import check_way, decoded, encoded, torch_name
 
 HEAD_BYTES = 4096
-"""Room for a header and what rides inside it."""
+"""Maximum size of a header with the tensors inside it."""
 FIXED_BYTES = 32
-"""Length of the description, bytes that ride along, and the description's digest."""
+"""Bytes of a header's fixed part: length of the description, bytes of the tensors inside, digest of the description."""
 ALIGNED = 64
-"""Tensors inside a header start where torch's own would: some kernels' rounding depends on it."""
+"""Tensors inside a header are aligned like torch's own, because the rounding of some kernels depends on it."""
 
 
 class Leaf(NamedTuple):
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     wanted: bool
-    """Whether its sender takes a gradient for it."""
+    """Whether the sender needs a gradient for it."""
     nbytes: int
     padded: int
     """`nbytes` rounded up, so that tensors inside a header are aligned (`ALIGNED`)."""
@@ -52,13 +52,13 @@ class Spec:
         self.form = form
         self.leaves, self.constants = leaves, constants
         self.asking = tuple(x for x in leaves if x.wanted)
-        """The tensors whose gradients come back."""
+        """The tensors for which the receiver sends gradients back."""
         self.bare = form is True
         self.flags = tensor_flags(form, [])
-        """Leaf by leaf: whether it is a tensor."""
+        """For each leaf, whether it is a tensor."""
         tensors = iter(leaves)
         self.wanted = [next(tensors).wanted if flag else False for flag in self.flags]
-        """Leaf by leaf, constants included: what `Stage.forward` takes as `input_grad`."""
+        """For each leaf, whether it takes a gradient (False for constants): the `input_grad` of `Stage.forward`."""
         described = (form, [(tuple(x.shape), str(x.dtype)[6:], x.wanted) for x in leaves], constants)
         try:
             self.text = encoded(described)
@@ -68,7 +68,7 @@ class Spec:
         self.offset = -(-(FIXED_BYTES + len(self.text)) // ALIGNED) * ALIGNED
         self.padded = size = sum(x.padded for x in leaves)
         self.inline = self.offset + size <= HEAD_BYTES
-        """Whether the tensors ride inside the header message, from `offset` on, each padded."""
+        """Whether the tensors are inside the header message, from `offset` on, each padded."""
         self.message_bytes = self.offset + size
         self.long = FIXED_BYTES + len(self.text) > HEAD_BYTES
         """Whether the description needs a message of its own."""
@@ -126,15 +126,15 @@ class Specs:
         return self._find(form, tuple(leaves), tuple(constants)), tensors
 
     def _find(self, form: Form, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]) -> Spec:
-        # Equal is not the same: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        # The key has types and texts, because 1, 1.0 and True compare equal, and so do 0.0 and -0.0.
         key = (form, leaves, tuple((type(x), repr(x) if isinstance(x, float | complex) else x) for x in constants))
         try:
             spec = self._by_key.get(key)
-        except TypeError:  # a constant that cannot be hashed: describe it afresh every time
+        except TypeError:  # a constant that cannot be hashed: describe it every time
             return Spec(form, leaves, constants)
         if spec is None:
             spec = self._by_key[key] = Spec(form, leaves, constants)
-            if len(self._by_key) > 4096:  # forms that never come back (changing shapes) must not pile up
+            if len(self._by_key) > 4096:  # forms that never recur (changing shapes) must not accumulate
                 self._by_key.clear()
         return spec
 
@@ -148,7 +148,7 @@ class Specs:
                 text = head[FIXED_BYTES : FIXED_BYTES + length]
             form, leaves, constants = _described(text)
             spec = Spec(form, leaves, constants)
-            if all(type(x) in ATOMS for x in constants):  # others may be changed by whoever gets them
+            if all(type(x) in ATOMS for x in constants):  # the receiver may modify other constants
                 if len(self._by_digest) > 4096:
                     self._by_digest.clear()
                 self._by_digest[digest] = spec
@@ -156,7 +156,7 @@ class Specs:
 
 
 def _described(text: bytes) -> tuple[Form, tuple[Leaf, ...], tuple[Any, ...]]:
-    """The form that a description states, checked first because the description comes from another process."""
+    """The form, tensors and constants of a description, which is checked because another process has sent it."""
     try:
         form, leaves, constants = decoded(text)
         flags = _checked_flags(form, 0)
@@ -187,7 +187,7 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
-    """A gradient in the form in which it can be sent: its values are in memory as they are."""
+    """A gradient in the form in which it can be sent: dense, without a pending conjugation or negation."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if grad.is_conj():
@@ -196,8 +196,8 @@ def plain_gradient(grad: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory as they are: not a subclass, and without a pending negation or
-    conjugation."""
+    """The tensor as a plain one without a pending negation or conjugation; raises an error for kinds of tensors that
+    cannot be sent."""
     if type(tensor) is not Tensor:
         if type(tensor) in (torch.nn.Parameter, torch.nn.Buffer):
             tensor = tensor.detach()

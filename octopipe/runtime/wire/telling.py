@@ -21,13 +21,14 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.wire.encoding import decoded, empty_aside, encoded
 
 _OF_PEERS = ("gloo/", "connectfullmesh", "tcpstore", "c10d")
-"""Parts of what torch.distributed says of other ranks, in small letters; a user's own error may speak of peers, too."""
+"""Texts in lower case that mark an error of torch.distributed about other ranks. (The word "peer" alone does not: it
+may occur in a user's own errors.)"""
 _moment: ContextVar[str] = ContextVar("moment", default="while ranks agreed on what to run")
 
 
 class WireError(RuntimeError):
-    """Raised by a wait of our own (for a mailbox or a ring) if the peer is gone or time is up, as gloo's waits
-    raise."""
+    """The error of a wait for a mailbox or a ring if the peer is gone or time is up; corresponds to the errors of
+    gloo."""
 
 
 class PeerError(OctoPipeError):
@@ -86,7 +87,7 @@ def send_value(group: Any, item: Any, to: int) -> None:
 
 
 def receive_value(group: Any, source: int) -> Any:
-    """The value that `send_value` sends."""
+    """Receive a value from a member of a gloo group, the counterpart of `send_value`."""
     size = torch.zeros(1, dtype=torch.int64)
     with told():
         group.recv([size], source, 0).wait()
@@ -106,10 +107,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def told(timeout_s: float | None = None) -> Iterator[None]:
-    """A context that turns gloo's errors about a peer that died or does not answer into errors which state what the
-    ranks were doing and what to do.
+    """A context that turns gloo's errors about a peer that died or does not answer into a `PeerError`, which states
+    what the ranks were doing and what to do.
 
-    Other errors pass through unchanged, so that whole phases may be inside.
+    Other errors pass through unchanged, so the context may enclose a whole phase.
     """
     try:
         yield
@@ -121,7 +122,7 @@ def told(timeout_s: float | None = None) -> Iterator[None]:
 
 
 def peer_words(error: BaseException, timeout_s: float | None = None) -> str | None:
-    """What an error of torch.distributed states about another rank; None if the error is of another kind."""
+    """Describe an error of torch.distributed that is due to another rank; None for other errors."""
     text = " ".join(str(error).split()).lower()
     ours = isinstance(error, dist.DistError | WireError) or any(word in text for word in _OF_PEERS)
     if not isinstance(error, RuntimeError) or not ours:
@@ -134,7 +135,7 @@ def peer_words(error: BaseException, timeout_s: float | None = None) -> str | No
 
 @contextmanager
 def moment(text: str) -> Iterator[None]:
-    """A context whose errors of waits describe what the ranks were doing with these words."""
+    """A context in which errors of failed waits state, with these words, what the ranks were doing."""
     before = _moment.set(text)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The transport of a single rank: there is nothing to move."""
+"""The transport of a single rank, which has nothing to send."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Arenas:
         self._lanes: list[Lane] = []
         self._pinned: list[Tensor] = []
         self._files: dict[int, tuple[int, Address]] = {}
-        """Of memory that others have still to open, by where it lies."""
+        """File and address of memory that other processes have not opened yet, by the pointer to it."""
         self._driver: Driver | None = None
         if device.type == "cuda":
             try:
@@ -80,7 +80,7 @@ class Arenas:
 
     def _device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-        torch.cuda.synchronize(self.device)  # zero before anybody looks
+        torch.cuda.synchronize(self.device)  # another process must not read it before it is zero
         return tensor
 
     def _pin(self, memory: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Arenas:
         return memory
 
     def show(self, tensor: Tensor) -> Any:
-        """A description of this memory for another process: numbers and bytes, nothing that the process would call."""
+        """A description by which another process can open this memory (`see`); it contains only plain values."""
         if tensor.device.type == "cpu":
             return self._files[tensor.data_ptr()][1], tuple(tensor.shape), tensor.dtype
         from torch.multiprocessing.reductions import reduce_tensor
@@ -99,7 +99,7 @@ class Arenas:
         return [tuple(size), tuple(stride), offset, others]
 
     def see(self, shown: Any) -> Tensor:
-        """The arena or counter of another process."""
+        """Open the arena or counter that another process has described with `show`."""
         if isinstance(shown, tuple):
             memory = self.see_host(shown)
             return memory if self._driver is None else self._pin(memory)
@@ -110,7 +110,7 @@ class Arenas:
         return rebuild_cuda_tensor(torch.Tensor, size, stride, offset, TypedStorage, *others)
 
     def see_host(self, shown: tuple[Address, tuple[int, ...], torch.dtype]) -> Tensor:
-        """Memory of another process that only hosts access."""
+        """Open memory of another process that only hosts access."""
         address, shape, dtype = shown
         try:
             file = open_shared(address)
@@ -124,7 +124,7 @@ class Arenas:
             os.close(file)
 
     def all_seen(self) -> None:
-        """Record that all processes have opened what was described to them, so that no further process can."""
+        """Close the files and remove their names, once all processes have opened what was described to them."""
         for file, address in self._files.values():
             os.close(file)
             forget(address.path)

@@ -45,8 +45,8 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, slot: Slot) -> None:
-        """Prepare to receive. Unless the transport is `ordered`, a gradient is posted after its forward message was
-        sent."""
+        """Prepare to receive. Unless the transport is `ordered`, a gradient is posted only after its forward message
+        has been sent."""
 
     @abstractmethod
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:
@@ -81,7 +81,7 @@ class Transport(ABC):
         return ()
 
     def abandon(self) -> None:  # noqa: B027
-        """Called when a step was interrupted here: informs the ranks that wait for this one, if that is possible."""
+        """Called when a step is interrupted on this rank: notify the ranks that wait for it, if possible."""
 
     def close(self) -> None:  # noqa: B027
         """Release everything that is held outside this process."""

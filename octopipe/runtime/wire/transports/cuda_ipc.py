@@ -27,7 +27,7 @@ from octopipe.runtime.wire.transports.ring import proceed_all, wait_on_host
 from octopipe.runtime.wire.transports.ring_setup import Rings, open_rings
 
 CHUNK_BYTES = 4 << 20
-"""Several to a message, so that the way in of one and the way out of the one before it overlap."""
+"""A message has several chunks, so that copying one in overlaps with copying the previous one out."""
 CHUNKS = 16
 
 
@@ -83,7 +83,7 @@ class IpcTransport(OrderedTransport):
         return buffer, self._rings.receivers[slot.peer].receive(buffer, lambda lane: self._arriving(slot, lane))
 
     def _arriving(self, slot: Slot, lane: Lane) -> None:
-        """Called when all copies of a body have been queued on its lane."""
+        """Called when all copies of a body have been queued on its lane. Does nothing; subclasses may use it."""
 
     def sent(self) -> Sequence[Any]:
         return [event for ring in self._rings.senders.values() for event in ring.lane.events()]

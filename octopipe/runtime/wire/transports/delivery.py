@@ -36,24 +36,25 @@ class End:
 
     def __init__(self, slot: Slot, box: Box | None, first_tag: int):
         self.box = box
-        """None where the peer is on another host. For headers, and for all that goes `Delivery.by_mail`."""
+        """The mailbox for headers and for everything sent `Delivery.by_mail`; None if the peer is on another host."""
         self.tag = first_tag + 4 * slot.number
-        """Bodies; one more: headers; two more: descriptions too long for a header; three more: late bodies."""
+        """The tag of bodies. Headers have `tag` + 1, late bodies `tag` + 3; `tag` + 2 is for descriptions that are too
+        long for a header and for flags of gradients."""
         self.works: list[Any] = []
         self.bodies: list[Tensor] = []
         self.expected: tuple[Leaf, ...] = ()
-        """Tensors of the last message that came beside its header: both ends guess that they come again."""
+        """The bodies of the last message. Both ends assume that the next message has the same ones."""
         self.spec: Spec | None = None
         self.seen = b""
-        """The fixed part of the last header, if it alone says what its message is like."""
+        """The fixed part of the last header if it determines the form of the message; else empty."""
         self.parts: list[Lent] = []
-        """The tensors that came inside the last header: `head` is not used again while somebody holds one."""
+        """The tensors inside the last header. `head` is not reused while one of them is in use."""
         self.kept: tuple[Leaf, Lent] | None = None
-        """Room for a small body like the last."""
+        """A buffer for a small body of the same form as the last one."""
         self.whole = False
-        """Whether the last message of gradients had all that were asked for: both ends know then."""
+        """Whether the last message of gradients contained all that were requested, which both ends then know."""
         self.flags: Any = None
-        """Which gradients the last message in the box had."""
+        """A buffer for the flags that state which gradients the message in the box contains."""
         if slot.forward:
             self.new_head()
 
@@ -69,7 +70,7 @@ class End:
         self.message = self.room
         """The part of `head` that is sent."""
         self.length = HEAD_BYTES
-        """Its bytes."""
+        """The number of bytes of `message`."""
         self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
         self.fixed = self.memory[:FIXED_BYTES]
         self.pointer = self.head.data_ptr()
@@ -88,7 +89,7 @@ class Delivery:
         self.pool = BufferPool(torch.device("cpu"))
         self._mail = Mail()
         self.meanwhile: Callable[[Any], None] | None = None
-        """Called before something is waited for; may return before it is there."""
+        """Called with a work before it is waited for. It may return before the work is complete."""
 
     def open(self, slots: Sequence[Slot]) -> None:
         """Create both ends of every transfer (collective)."""
@@ -176,13 +177,14 @@ class Delivery:
         return [bool(flag) for flag in text.tolist()]
 
     def _by_box(self, end: End, nbytes: int) -> bool:
-        """Whether the box of a gradient is free for this message; it may contain the gradients themselves."""
+        """Whether flags of gradients are sent through the box. With `inline`, it carries the gradients instead."""
         return end.box is not None and not self._inline and nbytes <= HEAD_BYTES
 
     # -- host tensors ----------------------------------------------------------------------------------
 
     def by_mail(self, end: End, nbytes: int) -> Box | None:
-        """The box beside which tensors of these sizes, padded, are stored in shared memory if there is space."""
+        """The box for tensors of `nbytes` in total (padded), which go to shared memory if there is space; None if they
+        are sent in another way."""
         return end.box if self._inline and 0 < nbytes <= BODIES_BYTES else None
 
     def gradient_box(self, end: End, count: int) -> Box | None:
@@ -190,11 +192,11 @@ class Delivery:
         return end.box if self._inline and count <= HEAD_BYTES else None
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether tensors of these sizes are stored in shared memory, if there is space."""
+        """Whether tensors of these sizes are small enough to be stored in shared memory (if there is space)."""
         return sum(padded(nbytes) for nbytes in sizes) <= BODIES_BYTES
 
     def from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor]:
-        """The tensors of a message that has arrived and is not `done` yet."""
+        """Copy a message's tensors out of shared memory, or receive them late if they did not fit into it."""
         if not box.bodies:
             return [self.take_late(slot, leaf) for leaf in leaves]
         tensors, at = [], box.bodies
@@ -220,7 +222,7 @@ class Delivery:
         return host
 
     def room(self, end: End, leaf: Leaf) -> Tensor:
-        """A buffer for a small tensor: the previous memory again if nobody holds the tensor that arrived there last."""
+        """A buffer for a small tensor: the previous one again, unless the tensor received in it is still in use."""
         kept = end.kept
         if kept is None or kept[0] is not leaf or not kept[1].is_free():
             kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
@@ -228,7 +230,7 @@ class Delivery:
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Tensors in the form that a box takes: address, bytes, bytes with padding."""
+    """The arguments of `Box.put` for these tensors: address, bytes and padded bytes of each."""
     return [(t.data_ptr(), t.nbytes, padded(t.nbytes)) for t in tensors]
 
 
@@ -238,6 +240,6 @@ def reason(error: RuntimeError) -> str:
     small = text.lower()
     if "timed out" in small or "timeout" in small:
         return "timed out"
-    # gloo has many words for it: closed, reset, a broken pipe, a transport that is gone.
+    # gloo reports a lost peer with different words: connection closed, reset, broken pipe.
     gone = peer_words(error) is not None or "closed" in small or "reset" in small
     return "the peer is gone" if gone else text[:160]

@@ -48,7 +48,7 @@ class HeadedTransport(Transport):
     """See the module. A subclass moves the bodies: `_send_body` and `_post_body` return an object with `wait`."""
 
     inline = False
-    """Whether tensors may ride in the header or lie beside it: they must be the host's."""
+    """Whether tensors may be inside the header or next to it in shared memory: only if they are host tensors."""
 
     def __init__(self, world: World, *, timeout_s: float):
         self.timeout_s = timeout_s
@@ -75,18 +75,18 @@ class HeadedTransport(Transport):
 
     @abstractmethod
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
-        """A buffer for a tensor that the sender knows to be expected, and the receive into it."""
+        """Post the receive of a tensor that both ends expect; returns the buffer and the work."""
 
     @abstractmethod
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
-        """Complete a receive that was posted on a wrong assumption."""
+        """Send arbitrary data to complete a receive that the peer has posted on a wrong assumption."""
 
     def _ready(self, tensor: Tensor) -> Tensor:
         """The tensor in the form that bodies need: contiguous, on the transport's device."""
         return tensor.contiguous()
 
     def _arrived_late(self, tensor: Tensor) -> Tensor:
-        """A tensor that was sent from host to host, in the form of a body."""
+        """A tensor that was sent from host to host, moved to where bodies arrive (the transport's device)."""
         return tensor
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ class HeadedTransport(Transport):
     def _send_bodies(
         self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor], *, late: bool
     ) -> None:
-        """Send these tensors as bodies if the receiver expects them, otherwise late, from host to host. With `late`,
-        the receiver does not expect such tensors in later steps either."""
+        """Send these tensors as bodies if the receiver expects them, otherwise afterwards, from host to host. With
+        `late`, always the latter, and the receiver expects no bodies in the next step either."""
         end: End = slot.state
         works = end.works
         guessed = bool(leaves) and not late and _same(end.expected, leaves)
@@ -209,7 +209,7 @@ class HeadedTransport(Transport):
             if gradient is not None and nbytes:
                 end.works.append(self._send_body(slot, gradient))
                 end.bodies.append(gradient)
-            elif nbytes:  # the receiver has posted it
+            elif nbytes:  # the receiver has posted a receive for it
                 assert slot.cell.asked is not None
                 end.works.append(self._send_filler(slot, slot.cell.asked.asking[k]))
 
@@ -228,7 +228,7 @@ class HeadedTransport(Transport):
         try:
             if slot.forward:
                 for part in end.parts:
-                    if not part.is_free():  # somebody kept the tensor beyond its step
+                    if not part.is_free():  # a tensor in `head` is still in use after its step
                         end.new_head()
                         end.seen, end.parts = b"", []
                         break
@@ -347,13 +347,13 @@ class HeadedTransport(Transport):
 
 
 def _rides(sizes: Sequence[int]) -> bool:
-    """Whether gradients of these sizes are a message of their own in a box: a single small one is. If it does not
-    exist, the message is empty."""
+    """Whether gradients of these sizes are sent as the message of a box itself, without flags: a single small one is.
+    If it does not exist, the message is empty."""
     return len(sizes) == 1 and 0 < sizes[0] <= HEAD_BYTES
 
 
 def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:
-    """Whether the buffers that were allocated for `guess` fit `leaves`."""
+    """Whether buffers allocated for `guess` have the right sizes for `leaves`."""
     return guess is leaves or [x.nbytes for x in guess] == [x.nbytes for x in leaves]
 
 

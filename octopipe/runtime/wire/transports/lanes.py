@@ -35,7 +35,7 @@ class Lane(ABC):
 
     @abstractmethod
     def after(self, mark: Any) -> None:
-        """Let everything that follows wait for what was marked."""
+        """Make everything queued later wait for a marker of `now`."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -47,7 +47,7 @@ class Lane(ABC):
 
     @abstractmethod
     def wait(self, flag: Tensor, value: int) -> None:
-        """Continue when the flag has reached the value. Values only grow, and may wrap around."""
+        """Wait until the flag has reached the value. Values only grow, modulo 2^32."""
 
     @abstractmethod
     def done(self) -> Any:
@@ -109,7 +109,7 @@ class HostLane(Lane):
         place = ctypes.c_uint32.from_address(flag.data_ptr())
 
         def act(_keep: Tensor = flag) -> None:
-            fence()  # what was copied before the flag that says so
+            fence()  # copied data must be visible before the flag
             place.value = value & 0xFFFFFFFF
 
         self._work.put(act)
@@ -119,10 +119,10 @@ class HostLane(Lane):
 
         def act(_keep: Tensor = flag) -> None:
             pause, began = 0.0, time.monotonic()
-            # As the driver compares: the difference as a signed number.
+            # Like the driver: compare the difference as a signed number, so that values may wrap around.
             while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
                 time.sleep(pause)
-                # A long wait leaves the core to others, and becomes longer by one per cent at most.
+                # A long wait leaves the core to other threads; the pause delays it by one per cent at most.
                 pause = max(min(pause + 1e-6, 2e-4), min((time.monotonic() - began) / 100, 1e-2))
             fence()
 
@@ -196,6 +196,6 @@ class CudaLane(Lane):
                 if time.monotonic() > end:
                     return False
                 time.sleep(1e-3)
-        except RuntimeError:  # the device has failed: that is told elsewhere
+        except RuntimeError:  # the device has failed, which is reported elsewhere
             return False
         return True

@@ -41,19 +41,19 @@ from octopipe.runtime.wire.telling import WireError, gather_values
 from octopipe.runtime.wire.transports.shared import Address, forget, make_shared, open_shared
 
 LINE = 64
-"""Bytes of a cache line: a box begins with one for its numbers."""
+"""Bytes of a cache line. A box begins with one, which contains its numbers."""
 SENT, TAKEN, LENGTH, PLACE = range(4)
-"""Words of a box: the number of the last message, of the last one taken, bytes of the message, and where in the file
-its bodies lie (counted in lines; 0: nowhere)."""
+"""Words of a box: the numbers of the last message and of the last one taken, the bytes of the message, and the position
+of its bodies in the file (in lines; 0: no bodies)."""
 OVERFLOW_BYTES = 32 << 20
-"""The most that can be under way in bodies from one rank to another."""
+"""Maximum number of bytes of bodies in flight from one rank to another."""
 BODIES_BYTES = 4 << 20
-"""The most that one message may put there."""
+"""Maximum number of bytes that one message may place in the overflow area."""
 PAGE = 4096
 LOOK_EVERY_S = 0.5
-"""How often a sleeper looks whether its peer is alive."""
+"""How often a waiting receiver checks whether its peer is alive."""
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 0)
-"""The number of the call; 0 on machines where nobody has looked it up."""
+"""The number of the futex system call; 0 on processors for which it is not listed here."""
 _WAIT, _WAKE = 0, 1
 _WORD = (1 << 32) - 1
 
@@ -83,33 +83,33 @@ class OverflowArea:
         self._end = 0
         """Bytes of the overflow area that the file has so far."""
         self._free: list[tuple[int, int]] = []
-        """Sizes and places of what was given back."""
+        """Sizes and positions of free areas."""
         self._lent: list[tuple[int, int, Box, int]] = []
-        """Sizes and places of what is under way, with box and number of the message."""
+        """Sizes and positions of areas in use, with the box and the number of the message."""
 
     def find(self, nbytes: int, box: Box, number: int) -> int:
         """A position for the bodies of this message; 0 if there is no space."""
         still = []
         for lent in self._lent:
-            if lent[2].taken == (lent[3] - 1) & _WORD:  # no later message can be in its box before it is taken
+            if lent[2].taken == (lent[3] - 1) & _WORD:  # not taken yet, so the box cannot contain a later message
                 still.append(lent)
             else:
                 self._free.append(lent[:2])
         self._lent = still
-        fence()  # what lay there was read before it was noted as taken
+        fence()  # the receiver read these areas before it recorded them as taken
         size = -(-nbytes // PAGE) * PAGE
         fits = [free for free in self._free if size <= free[0] <= 2 * size]
         if fits:
             chosen = min(fits)
             self._free.remove(chosen)
         else:
-            if not still and self._end + size > OVERFLOW_BYTES:  # sizes have changed: begin anew
+            if not still and self._end + size > OVERFLOW_BYTES:  # sizes have changed: start again with an empty area
                 self._free, self._end = [], 0
             chosen = (size, self._start + self._end)
             try:
                 if self._end + size > OVERFLOW_BYTES:
                     return 0
-                os.posix_fallocate(self._file, chosen[1], size)  # no room is an error now, not a fault later
+                os.posix_fallocate(self._file, chosen[1], size)  # an error now, not a bus error later
             except OSError:
                 return 0
             self._end += size
@@ -126,7 +126,7 @@ class Shelf:
         front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
         size = front + OVERFLOW_BYTES
         if at is None:
-            # The overflow area gets memory as it is used.
+            # Memory of the overflow area is allocated when it is used.
             self._file, self.address_elsewhere = make_shared(size, reserve=front)
         else:
             self._file, self.address_elsewhere = open_shared(at), at
@@ -167,7 +167,7 @@ class Shelf:
             for number in range(self._boxes):
                 wake(self.address + LINE + number * self._stride)
         self.words.release()
-        with suppress(BufferError):  # the address keeps it; it goes with the last box
+        with suppress(BufferError):  # `address` refers to the map, which is freed with the last box
             self._map.close()
         os.close(self._file)
 
@@ -181,11 +181,11 @@ class Box:
         self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
         self.address = shelf.address + offset
         self.number = 0
-        """Of the last message that this end has sent or taken."""
+        """The number of the last message that this end has sent or taken."""
         self.pointer = 0
-        """Where a received message goes."""
+        """The address to which a received message is copied."""
         self.bodies = 0
-        """Where the bodies of the received message lie until `done`; 0: nowhere."""
+        """The address of the received message's bodies, valid until `done`; 0 if there are none."""
         self.length = 0
         """Bytes of the received message."""
 
@@ -210,7 +210,7 @@ class Box:
         words, at = self._words, self._at
         if words[at + TAKEN] != self.number:
             self._until_taken()
-        fence()  # the last message was read before it was noted as taken
+        fence()  # the receiver read the last message before it recorded it as taken
         self.number = number = (self.number + 1) & _WORD
         if nbytes:
             ctypes.memmove(self.address + LINE, pointer, nbytes)
@@ -223,7 +223,7 @@ class Box:
                 to += room
         words[at + LENGTH] = nbytes
         words[at + PLACE] = place // LINE
-        fence()  # the message before its number
+        fence()  # the message must be visible before its number
         words[at + SENT] = number
         wake(self.address)
         return place > 0
@@ -234,7 +234,7 @@ class Box:
         number = (self.number + 1) & _WORD
         if words[at + SENT] != number:
             self._until_sent(number)
-        fence()  # the number before the message
+        fence()  # the number must be read before the message
         self.number = number
         self.length = length = words[at + LENGTH]
         if length:
@@ -243,13 +243,13 @@ class Box:
             self.bodies = self._shelf.address + place * LINE
         else:
             self.bodies = 0
-            fence()  # read before it is noted as taken
+            fence()  # the message must be read before it is recorded as taken
             words[at + TAKEN] = number
 
     def done(self) -> None:
         """Record that the bodies have been copied."""
         self.bodies = 0
-        fence()  # read before they are noted as taken
+        fence()  # the bodies must be read before they are recorded as taken
         self._words[self._at + TAKEN] = self.number
 
     def _until_sent(self, number: int) -> None:
@@ -257,7 +257,7 @@ class Box:
         while (seen := words[at + SENT]) != number:
             slept = _syscall(_FUTEX, self.address, _WAIT, seen, _slice_at, None, 0)
             if slept and words[at + SENT] == seen:
-                # Nobody woke us: a good moment to look around. What is sent before the end still counts.
+                # Woken by the timeout: check the peer. A message sent before the peer ended still counts.
                 if self._shelf.gone() and words[at + SENT] == seen:
                     raise WireError("connection closed by peer")
                 if time.monotonic() > end:
@@ -266,8 +266,8 @@ class Box:
                 raise WireError("connection closed by peer")
 
     def _until_taken(self) -> None:
-        """Wait until the receiver has taken the previous message. Senders get a whole step ahead only if nothing
-        answers them, as in evaluation."""
+        """Wait until the receiver has taken the previous message. This happens only if a sender is a whole step ahead,
+        as in evaluation, where it receives no gradients."""
         end = time.monotonic() + self._timeout_s
         while self._words[self._at + TAKEN] != self.number:
             if time.monotonic() > end:

@@ -5,8 +5,8 @@ Knows: NCCL through torch's process groups. Does not know: the protocol of messa
 NCCL runs the operations of one communicator in issue order, and both ends must agree on it; lowering ensures that they
 do. Under `directed`, every direction of a pair of ranks has its own communicator (and stream); under `pair` and the
 stricter models, every pair has one. Only the device waits: `wait` makes the current stream wait, and the host
-continues. The pipeline's watchdog (`board`) detects a peer that does not answer after `timeout_s`; NCCL's own watchdog,
-which cannot name ops, is disabled.
+continues. The pipeline's watchdog (`pending_board`) detects a peer that does not answer after `timeout_s`; NCCL's own
+watchdog, which cannot name ops, is disabled.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class NcclTransport(OrderedTransport):
                 "CUDA loads kernels at their first use, and waits for the whole device then: beside receives that wait "
                 "the first step can hang; import octopipe.Pipeline before CUDA starts, or set CUDA_MODULE_LOADING=EAGER"
             )
-        # Torch warns that the messages of an eagerly made group run one after the other: that is what a queue is.
+        # Torch warns that messages of an eagerly initialised group are serialised, which is what a queue needs.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         me, hello = self._world.rank, torch.zeros(1, device=self.device)
-        for pair in sorted({self._queue(s) for s in slots}):  # one order for all ranks: nobody waits in a circle
-            # NCCL's watchdog would end the process with a page of frames before ours can name what is waited for.
+        for pair in sorted({self._queue(s) for s in slots}):  # all ranks in the same order: no deadlock
+            # NCCL's watchdog would end the process with a long stack trace before ours can name the pending ops.
             with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
-            # The communicator would be made at the first message; make it now, while nobody computes.
+            # The communicator would be created at the first message; create it now, while no rank computes.
             group.eager_connect_single_device(self.device)
             (group.send([hello], 1, 0) if me == pair[0] else group.recv([hello], 0, 0)).wait()
             torch.cuda.synchronize(self.device)
@@ -85,14 +85,14 @@ class NcclTransport(OrderedTransport):
     def close(self) -> None:
         super().close()
         for group in self._groups.values():
-            with suppress(RuntimeError):  # a peer is gone: that is told elsewhere
+            with suppress(RuntimeError):  # a peer is gone, which is reported elsewhere
                 group.shutdown()
         self._groups.clear()
 
 
 def _check_connections(queues: int) -> None:
-    """Reject too few hardware queues: a receive that waits must not share a queue with the computation, which it would
-    block forever."""
+    """Raise an error if there are too few hardware queues: a waiting receive that shares a queue with the computation
+    would block it forever."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     given = os.environ.get(name, "")
     if given.isdigit() and int(given) <= queues:

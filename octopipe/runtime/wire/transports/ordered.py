@@ -22,7 +22,7 @@ class OrderedTransport(HeadedTransport):
     """For bodies that are sent in in-order queues, one per direction and peer: posts keep the program's order.
 
     A gradient whose form is not known yet, because its forward has not been sent, holds back the posts behind it until
-    that forward is sent. Lowering has proven that what is waited for is never queued behind what cannot arrive.
+    that forward is sent. Lowering has proven that no transfer waits in a queue behind one that cannot arrive.
     """
 
     ordered = True

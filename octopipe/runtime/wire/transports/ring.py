@@ -3,19 +3,19 @@
 Knows: the protocol. Does not know: whether the memory and the lanes are a GPU's or the host's.
 
 The receiver owns the arena (some chunks of equal size) and the counter `filled`; the sender owns the counter
-`freed`. Both only grow. Chunk number n lies at place n mod chunks. The sender waits until the chunk that was there
-before has been freed, copies, and sets `filled` to n; the receiver waits for that, copies out into a buffer of its
-own, and sets `freed` to n. Everything is queued on the two ends' lanes: no host copies or waits for a copy. A tensor of
-any size passes in as many chunks as it takes, and the arena's size bounds the memory, however many messages are in
-flight.
+`freed`. Both only grow. Chunk number n is at position n mod chunks. The sender waits until the previous chunk at this
+position has been freed, copies, and sets `filled` to n; the receiver waits for that, copies the chunk out into a buffer
+of its own, and sets `freed` to n. Everything is queued on the two ends' lanes: no host copies or waits for a copy. A
+tensor of any size is sent in as many chunks as it needs, and the arena's size bounds the memory, however many messages
+are in flight.
 
 Why no lane can hang: *a wait is queued only after the other host has queued what it waits for.* Two more counters, in
-host memory, say how far each host has come (`queued`). So the moments at which work was queued, over all processes, are
-a topological order of everything that device work ever waits for; streams that share a hardware queue with one that
-waits only add edges from earlier to later, and so does a host that waits for its whole device inside some call of the
-driver (memory taken, a kernel loaded, its local memory enlarged): all that it waits for will end without any host. A
-host that has to wait for another's counter is where the proof of the program's order applies: send and receive count as
-one rendezvous there.
+host memory, state how far each host has come (`queued`). The times at which work was queued, over all processes, are
+therefore a topological order of everything that device work waits for. Streams that share a hardware queue with a
+waiting one add only edges from earlier to later work. So does a host that waits for its whole device inside a call of
+the driver (to allocate memory, load a kernel or enlarge local memory): everything it waits for ends without any host.
+If a host has to wait for another host's counter, the proof of the program's order applies, in which a send and its
+receive are one rendezvous.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from octopipe.runtime.wire.transports.lanes import Lane
 from octopipe.runtime.wire.transports.mail import LOOK_EVERY_S
 
 FILLED, FREED = range(2)
-"""Places in `queued`: chunks whose filling the sender's host has queued, whose freeing the receiver's host has."""
+"""Indices into `queued`: the number of chunks whose filling the sender's host has queued, and of those whose freeing
+the receiver's host has queued."""
 
 Until = Callable[[Callable[[], bool]], None]
-"""Waits on the host until something holds, and lets receives go on meanwhile."""
+"""A function that waits on the host until a condition holds, while receives proceed."""
 
 
 class Proceeds(Protocol):
@@ -49,9 +50,8 @@ class Proceeds(Protocol):
 
 
 _proceeding: weakref.WeakSet[Proceeds] = weakref.WeakSet()
-"""All of this process: whatever its host waits for, the copies that other hosts wait for are queued meanwhile. A
-pipeline's own rings and those of an expert group could otherwise wait for each other, each for a host that is with the
-other."""
+"""All such objects of this process. Whatever its host waits for, it queues the copies that other hosts wait for in the
+meantime. Otherwise the rings of a pipeline and those of an expert group could wait for each other."""
 
 
 def register(one: Proceeds) -> None:
@@ -80,7 +80,7 @@ def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[],
             return
         time.sleep(pause)
         now = time.monotonic()
-        # A long wait leaves the core to others, and becomes longer by a thousandth at most: others wait for this host.
+        # A long wait leaves the core to others; the pause adds 0.1 % at most, because others wait for this host.
         pause = max(min(pause + 1e-6, 1e-4), min((now - began) / 1000, 1e-3))
         if now > look:
             look = now + LOOK_EVERY_S
@@ -156,7 +156,7 @@ class RingSender(_RingEnd):
         return self.lane.done()
 
     def skip(self, nbytes: int) -> Any:
-        """Complete a receive of this size with whatever the chunks contain."""
+        """Complete a receive of this size without copying: the receiver gets whatever the chunks contain."""
         for _ in self._parts(nbytes):
             self._next()
             self._fill()
@@ -190,7 +190,7 @@ class Passage:
     def __init__(self, until: Until):
         self._until = until
         self.work: Any = None
-        """What to wait for, once everything is queued."""
+        """The handle to wait for; None until everything is queued."""
 
     def over(self) -> bool:
         """Whether `wait` would return without making the host wait."""
@@ -210,7 +210,7 @@ class RingReceiver(_RingEnd):
         self._pending: deque[Callable[[], None]] = deque()
         """Copies out that are not queued yet, in the order of their chunks."""
         self._first = 1
-        """The chunk of the first of them."""
+        """The chunk number of the first of them."""
         register(self)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class RingReceiver(_RingEnd):
     def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Passage:
         """A receive into a contiguous buffer; `arrived` is called when its last copy has been queued."""
         data, passage = as_bytes(buffer), Passage(self._until)
-        before = self.lane.now()  # the buffer's memory may still be in use by what was computed before
+        before = self.lane.now()  # earlier computation may still use the buffer's memory
         parts = list(self._parts(buffer.nbytes))
         for start, stop in parts:
             self.number += 1
@@ -246,7 +246,7 @@ class RingReceiver(_RingEnd):
         return bool(self._pending)
 
     def proceed(self) -> None:
-        """Queue the copies of all chunks that the sender has queued to be filled."""
+        """Queue the copies of all chunks whose filling the sender has queued."""
         while self._pending and self._first <= self._queued[FILLED]:
             self._first += 1
             self._pending.popleft()()

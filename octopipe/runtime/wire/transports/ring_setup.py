@@ -1,7 +1,7 @@
 """Setting up the rings between ranks that share memory: every user of rings connects them through `open_rings`.
 
-Knows: which end of a ring creates which memory, and that nobody opens it after all have seen it. Does not know: the
-ring's protocol (`ring`), where memory lies (`arenas`), or what is sent.
+Knows: which end of a ring creates which memory, and that the memory cannot be opened once all ranks have opened it.
+Does not know: the ring's protocol (`ring`), where memory lies (`arenas`), or what is sent.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def open_rings(
         rings.receivers[peer] = RingReceiver(
             mine["arena"], mine["filled"], their_freed, mine["queued"], arenas.lane(), until
         )
-    gather(None)  # everybody has opened everything
+    gather(None)  # now all ranks have opened everything
     arenas.all_seen()
     return rings

@@ -19,11 +19,11 @@ FOLDER = "/dev/shm"
 
 
 class Address(NamedTuple):
-    """Where another process finds the memory."""
+    """The path under which another process can open the memory, with values that identify it."""
 
     path: str
     home: str
-    """The system and the process table in which `path` means something."""
+    """Identifies the host and the process namespace in which `path` is valid."""
     device: int
     inode: int
 
@@ -38,7 +38,7 @@ def make_shared(nbytes: int, *, reserve: int) -> tuple[int, Address]:
         file, path = tempfile.mkstemp(prefix="octopipe-", dir=FOLDER if os.path.isdir(FOLDER) else None)
     try:
         os.ftruncate(file, nbytes)
-        if hasattr(os, "posix_fallocate"):  # a file merely made longer may find no room when it is written
+        if hasattr(os, "posix_fallocate"):  # otherwise, writing to a sparse file can fail later
             os.posix_fallocate(file, 0, reserve)
         status = os.fstat(file)
     except OSError:

@@ -95,7 +95,7 @@ class StrictTransport(Transport):
         pause = 0.0
         queue = self._queues[slot.queue]
         while not done():
-            # What stands at the head of the queue is what really blocks.
+            # The transfer at the head of the queue is the one that blocks.
             self.waiting = queue[0][0] if queue else slot
             if time.monotonic() > end:
                 raise TransferError(self.waiting, "timed out")
@@ -111,7 +111,7 @@ class StrictTransport(Transport):
         self._issue(slot, None)
 
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:
-        # The form is told at once: our own gradient slot may stand before this send in a queue.
+        # The form is set immediately, because the gradient slot may be ahead of this send in a queue.
         spec = self._inner.spec_of(value, needs)
         slot.cell.sent = spec
         self._issue(slot, lambda: self._inner.send_forward(slot, value, needs))
@@ -155,7 +155,7 @@ def _shared_flags(world: World, count: int) -> Any:
     file = open_shared(address)
     flags = np.frombuffer(mmap.mmap(file, nbytes), np.uint32).reshape(shape)
     os.close(file)
-    world.gather(None)  # everybody has it open
+    world.gather(None)  # all ranks have opened it
     if made is not None:
         os.close(made[0])
         forget(address.path)
