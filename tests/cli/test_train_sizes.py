@@ -18,6 +18,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import Attention, Embedding, Head, ModelSpec
+from octopipe.plans.file import load_plan, save_plan
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.layer_sizes import layer_parameters
 from octopipe.search.systems import build_plan
@@ -72,9 +73,9 @@ def test_a_plan_states_the_sequences_of_its_profiles_micro_batches(tmp_path: Pat
     costs = resolve_costs(tmp_path / "p.json", pp=2)
     assert costs.setup is not None and (costs.setup.micro_batch_size, costs.setup.seq) == (2, 64)
     assert costs.tokens_per_micro_batch == 128
-    plan = tune(tmp_path / "p.json", 2, 4, budget_s=0.2).plan
+    save_plan(tune(tmp_path / "p.json", 2, 4, iterations=20).plan, tmp_path / "plan.json")
     args = flags()
-    take_sizes(args, None, plan)
+    take_sizes(args, None, load_plan(tmp_path / "plan.json"))
     assert (args.micro_batch_size, args.seq) == (2, 64)
 
 

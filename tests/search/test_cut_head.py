@@ -16,7 +16,8 @@ from octopipe.plans.plan import Plan, Stage, parse_orders
 from octopipe.search.graphs.cut_head import CutHeadSearch
 from octopipe.search.graphs.layout import Layout, Prices
 from octopipe.search.graphs.orders import Waits, follow
-from octopipe.search.graphs.surrogate import chain_for
+from octopipe.search.graphs.surrogate import chain_for, layout_of, with_shards
+from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.bounds.bounds import lower_bound
 from octopipe.simulation.simulator import simulate
@@ -190,6 +191,24 @@ def test_the_chain_that_stands_for_a_cut_model_has_all_its_work() -> None:
     assert chain.layer_ms.sum() == pytest.approx(costs.layer_ms.sum())
     assert chain.layer_ms[-1] == pytest.approx(costs.layer_ms[-1] / 4)
     assert chain.static_bytes.sum() == pytest.approx(costs.static_bytes.sum())
+
+
+@pytest.mark.parametrize("system", ["dualpipev", "1f1b"])
+def test_a_chain_with_fused_backwards_is_polished_with_its_head_cut(system: str) -> None:
+    costs = costs_with_head(random.Random(3), 12)
+    chain = chain_for(costs, 4)
+    plan = build_plan(system, chain, 4, 8, split_backward=system == "dualpipev")
+    assert any(op.kind == "B" for order in plan.orders for op in order)
+    layout = layout_of(plan, 4)
+    assert layout is not None
+    cut = with_shards(plan, chain, layout)
+    before = simulate(cut.check(), costs)
+    search = CutHeadSearch(
+        costs=costs, num_ranks=4, num_micro_batches=8, budget_s=60.0, moves=3000, starts=[plan], plans=[(layout, cut)]
+    )
+    search.judged = 1000
+    better, after = search._polished(layout, cut, before, 1.0)
+    assert after.step_ms <= before.step_ms and simulate(better.check(), costs).step_ms == after.step_ms
 
 
 def test_what_knows_no_cut_head_refuses_it() -> None:

@@ -21,8 +21,10 @@ from octopipe.search.pairing.polish import Polisher
 from octopipe.search.pairing.prices import FB, FF, FI, FW, IW, layers_of, price
 from octopipe.search.pairing.search import PairSearch
 from octopipe.search.pairing.slot_orders import SlotOrders
+from octopipe.search.result import Found
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
+from octopipe.search.tuner.search import Search
 from octopipe.simulation.simulator import simulate
 
 
@@ -90,6 +92,31 @@ def test_dense_costs_never_enter_the_search_for_pairs(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("octopipe.search.tuner.with_pairs", refuse)
     assert not tune(CostTable.uniform(num_layers=4), 2, 4, iterations=50).plan.pairs
+
+
+@pytest.mark.parametrize("cut_head", [False, True])
+def test_the_parts_of_a_search_share_its_budget(monkeypatch: pytest.MonkeyPatch, cut_head: bool) -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(8), 0.4)
+    given: list[float] = []
+    whole = Search.run
+
+    def timed(search: Search) -> Found:
+        given.append(search.budget_s)
+        return whole(search)
+
+    def paired(found: Found, *_: object, budget_s: float, **__: object) -> Found:
+        given.append(budget_s)
+        return found
+
+    def cut(found: Found, *_: object, budget_s: float, **__: object) -> tuple[Found, float]:
+        given.append(budget_s)
+        return found, found.timeline.step_ms
+
+    monkeypatch.setattr("octopipe.search.tuner.Search.run", timed)
+    monkeypatch.setattr("octopipe.search.tuner.with_pairs", paired)
+    monkeypatch.setattr("octopipe.search.graphs.choose.with_cut_head", cut)
+    tune(costs, ranks, micro_batches, iterations=50, budget_s=8.0, cut_head=cut_head)
+    assert len(given) == 2 + cut_head and sum(given) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,6 +7,7 @@ import pytest
 from test_tune_best import uneven
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
 from octopipe.search.systems import build_plan, systems
 from octopipe.search.tuner import tune
@@ -37,7 +38,10 @@ def heavy_head(seed: int = 0, layers: int = 14, head: float = 8.0) -> CostTable:
 def test_every_systems_plan_is_timed_as_the_simulator_does(system: str, extras: bool) -> None:
     costs = uneven(1, 12, static_bytes=np.zeros(12))
     if extras:
-        costs = costs.replace(optimizer_ms=np.linspace(1.0, 3.0, 12), gradient_bytes=np.full(12, 1e6), data_parallel=2)
+        costs = costs.replace(
+            optimizer_ms=np.linspace(1.0, 3.0, 12), gradient_bytes=np.full(12, 1e6), data_parallel=2,
+            copy_sum=Link(latency_ms=0.5, ms_per_byte=3e-6),
+        )  # fmt: skip
     try:
         plan = build_plan(system, costs, 4, 8, split_backward=True)
     except OctoPipeError:

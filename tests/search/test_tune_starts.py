@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from octopipe.costs.table import CostTable
-from octopipe.search.tuner.core.problem import make_problem, make_rng
+from octopipe.search.tuner.core.problem import (
+    BOUNDS,
+    RANK,
+    REDO,
+    SIZE,
+    make_problem,
+    make_rng,
+    make_structure,
+    work_bound,
+)  # fmt: skip
 from octopipe.search.tuner.population import Judge
 from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.starts import Shape, Starts, divide, draw_shape, go_round, near_shape
@@ -99,3 +108,17 @@ def test_shapes_never_have_more_stages_than_allowed(seed: int) -> None:
         assert len(shape.way) == len(shape.stages_in_visit) and min(shape.stages_in_visit) >= 1
         assert len(shape.ranks) == len(shape.sizes(4)) <= 12
         assert set(shape.ranks) == set(range(4))
+
+
+def test_the_work_bound_recomputes_no_stage_with_a_layer_that_must_not_be() -> None:
+    costs = CostTable.uniform(num_layers=8).replace(repeatable=(True,) * 2 + (False,) + (True,) * 5)
+    problem = make_problem(costs, 2, 4)
+    structure = make_structure(problem, 8)
+    structure[SIZE, 0] = 4
+    structure[BOUNDS, :5], structure[RANK, :4] = (0, 2, 4, 6, 8), (0, 1, 0, 1)
+    judge = Judge(problem, 8, make_rng(0))
+    plain = work_bound(problem, structure, judge.scratch)
+    structure[REDO, 1] = 1  # the stage with the layer that did something else in its second run
+    assert work_bound(problem, structure, judge.scratch) == plain
+    structure[REDO, 0] = 1
+    assert work_bound(problem, structure, judge.scratch) > plain

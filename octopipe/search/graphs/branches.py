@@ -78,7 +78,11 @@ def search_graph(
     before = best[1].step_ms
     if not found.interrupted:
         until = began + budget_s
-        best = min((_placed(one, costs) for one in fitting), key=lambda one: one[1].step_ms)
+
+        def over() -> bool:
+            return not counted and time.monotonic() > until
+
+        best = min((_placed(one, costs, over) for one in fitting), key=lambda one: one[1].step_ms)
         best = polished(best, costs, seed=seed, until=None if counted else until)
     seconds = time.monotonic() - began
     step = Step(found.iterations, seconds, "schedule", "branches", before, best[1].step_ms, best[1].step_ms)

@@ -76,7 +76,9 @@ def with_shards(plan: Plan, chain: CostTable, layout: Layout) -> Plan:
         s, kind, m = int(spans.stage[k]), KINDS[spans.kind[k]], int(spans.micro_batch[k])
         start = float(spans.start_ms[k])
         if s in number and kind != "R":
-            rows[int(spans.rank[k])].append((start, 0 if kind == "F" else 5, Op(number[s], kind, m)))
+            # A fused backward is written as I and W, which the search for split heads moves one by one.
+            for turn, part in {"F": [(0, "F")], "B": [(5, "I"), (6, "W")]}.get(kind, [(5, kind)]):
+                rows[int(spans.rank[k])].append((start, turn, Op(number[s], part, m)))
         if s == last:
             met[kind, m] = float(spans.end_ms[k]) if kind == "F" else start
     for m in range(plan.num_micro_batches):

@@ -311,13 +311,13 @@ def _search_best(
     asked for; in the latter case it also returns the step time of the best plan with a whole head."""
     costs, num_ranks, num_micro_batches = setting
     budget_s, seed, iterations = common["budget_s"], common["seed"], common["iterations"]
-    share = (1.0 - SETTINGS.special if pairs else 1.0) * (1.0 - SETTINGS.special if cut_head else 1.0)
+    whole_s = budget_s * (1.0 - SETTINGS.special if cut_head else 1.0)
     plain = costs.replace(segments=None) if pairs else costs
-    first = common | {"budget_s": budget_s * share}
+    first = common | {"budget_s": whole_s * (1.0 - SETTINGS.special if pairs else 1.0)}
     found = Search(plain, num_ranks, num_micro_batches, jitter=jitter, **first).run()
     if pairs and not found.interrupted:
         found = with_pairs(
-            found, *setting, budget_s=budget_s * SETTINGS.special, seed=seed, iterations=iterations,
+            found, *setting, budget_s=whole_s * SETTINGS.special, seed=seed, iterations=iterations,
             copies=common["copies"],
         )  # fmt: skip
     if not cut_head or found.interrupted:

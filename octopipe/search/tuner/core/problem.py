@@ -29,7 +29,7 @@ and the number of layers that cannot be recomputed. WORKSPACE is not a prefix su
 SLOW, CAPACITY, MARGIN, NUM_RANK = range(4)
 """These are the rows of `Problem.rank`: the factor on compute times, the capacity in bytes (infinite without a limit)
 and the bytes that are kept free."""
-LATENCY, PER_BYTE = range(2)
+LATENCY, PER_BYTE, SUM_LATENCY, SUM_PER_BYTE = range(4)
 """These are the planes of `Problem.link`."""
 UNIT, REDUCE_LATENCY, REDUCE_PER_BYTE, NUM_NUMBERS = range(4)
 """These are the places in `Problem.number`: the mean work of a rank per micro-batch, which is the unit of priorities,
@@ -73,7 +73,8 @@ class Problem(NamedTuple):
     rank: Any
     """The shape is [NUM_RANK, R]: speed and memory of every rank."""
     link: Any
-    """The shape is [2, R, R]: latency in ms and time per byte in ms, from one rank to another."""
+    """The shape is [4, R, R]: latency in ms and time per byte in ms, from one rank to another, of messages and of the
+    sums of copies' gradients."""
     number: Any
     """The shape is [NUM_NUMBERS]: the unit of priorities and the costs of gradient reduction."""
 
@@ -134,12 +135,12 @@ def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Pr
     ])  # fmt: skip
     slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
     capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
-    link = np.zeros((2, num_ranks, num_ranks))
+    link = np.zeros((4, num_ranks, num_ranks))
     for a in range(num_ranks):
         for b in range(num_ranks):
             if a != b:
-                between = costs.network.link(a, b)
-                link[:, a, b] = between.latency_ms, between.ms_per_byte
+                between, summing = costs.network.link(a, b), costs.sum_link(a, b)
+                link[:, a, b] = between.latency_ms, between.ms_per_byte, summing.latency_ms, summing.ms_per_byte
     dp = costs.data_parallel
     reduces = dp > 1 and bool(costs.gradient_bytes.any())
     limited = bool(np.isfinite(capacity).any())
@@ -318,7 +319,7 @@ def price(p, st, sc):  # type: ignore[no-untyped-def]
 @njit
 def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
     """The maximum over ranks of (arrival of the first micro-batch + the rank's work): a lower bound on the step time of
-    any order on one route, with recomputation as `st` states it (`price` may switch it off later).
+    any order on one route.
 
     The sum of every rank is left in the scratch's LOAD column.
     """
@@ -333,8 +334,9 @@ def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
         if sc.mine[r, LOAD] < 0.0:
             sc.mine[r, LOAD] = fill + hop
         work = p.whole[TOTAL, z] - p.whole[TOTAL, a] + p.whole[OPTIMIZER, z] - p.whole[OPTIMIZER, a]
-        if st[REDO, s] and s + 1 < stages:
-            # The last stage may run I right after F and skip R; no other can.
+        if st[REDO, s] and s + 1 < stages and p.whole[ONCE, z] == p.whole[ONCE, a]:
+            # The last stage may run I right after F and skip R; no other can. Where a layer of the stage must not be
+            # recomputed, `price` switches recomputation off.
             work += p.whole[AGAIN, z] - p.whole[AGAIN, a]
         sc.mine[r, LOAD] += work * slow
         fill += (p.whole[FASTEST, z] - p.whole[FASTEST, a]) * slow
@@ -383,8 +385,8 @@ def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
                         if other != r:
                             # All-reduce among the copies: a tree's latency, every byte 2 (n - 1) / n times.
                             deep = np.ceil(np.log2(routes))
-                            took += 2.0 * deep * p.link[LATENCY, r, other]
-                            took += 2.0 * (routes - 1) / routes * moved * p.link[PER_BYTE, r, other]
+                            took += 2.0 * deep * p.link[SUM_LATENCY, r, other]
+                            took += 2.0 * (routes - 1) / routes * moved * p.link[SUM_PER_BYTE, r, other]
                 if took > 0.0:
                     clock = max(clock, nearest) + took
                 finished = max(finished, sc.done[s])
