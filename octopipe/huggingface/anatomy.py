@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.provenance import LIKE_SECOND, SHAPE_ALONE, Provenance
+from octopipe.huggingface.provenance import LIKE_SECOND, SHAPE_ALONE, Provenance, on_meta
 from octopipe.huggingface.shell import (
     Beside,
     LayerAnswers,
@@ -125,7 +125,7 @@ class _Watch(TorchFunctionMode):
                 self.note(leaf)
         if self.phase != "head":
             return func(*args, **kwargs)
-        out = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
+        out = func(*pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs))
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
             self._refuse_early_values(getattr(func, "__name__", ""), args, kwargs)
         return out
@@ -140,14 +140,6 @@ class _Watch(TorchFunctionMode):
             self.head_reads_ids |= IDS in names
             if names - {IDS}:
                 raise Refused("its head takes more than the last layer's output: something computed before it")
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if not isinstance(value, Tensor) or value.device.type == "meta":
-        return value
-    return torch.empty_like(value, device="meta")
 
 
 def refuse_random_depth(model: nn.Module) -> None:

@@ -191,17 +191,21 @@ def shortened(config: Any, num_layers: int, where: str) -> Any:
     if not 1 <= num_layers <= before:
         raise OctoPipeError(f"{where}: {num_layers} of its {before} layers; give 3 to {before + 2}, ends included")
     data = config.to_dict()
-    for key, value in data.items():
+    part = data
+    if text is not config:
+        part = next((data.get(key) for key in vars(config) if getattr(config, key) is text), None)
+        if not isinstance(part, dict):
+            raise OctoPipeError(f"{where}: its config keeps the text model's layers apart; write a config with fewer")
+    for key, value in part.items():
         if isinstance(value, list) and len(value) == before:
-            data[key] = value[:num_layers]
-    names = {v: k for k, v in getattr(config, "attribute_map", {}).items()}
-    data.pop("num_hidden_layers", None)
-    data[_key_of_layers(config, names)] = num_layers
+            part[key] = value[:num_layers]
+    part.pop("num_hidden_layers", None)
+    part[_key_of_layers(text)] = num_layers
     with _quiet():
         return type(config).from_dict(data)
 
 
-def _key_of_layers(config: Any, names: Mapping[str, str]) -> str:
+def _key_of_layers(config: Any) -> str:
     mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
     return mapped if isinstance(mapped, str) else "num_hidden_layers"
 

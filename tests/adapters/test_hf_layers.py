@@ -366,3 +366,16 @@ def test_layers_are_named_and_counted() -> None:
     assert layers(tiny_config("llama")).groups == (0, 1, 1, 1, 1, 2)
     name = parts.name_in_model(1, next(n for n, _ in parts[1]().named_parameters()))
     assert name.startswith("model.layers.0.")
+
+
+def test_a_config_with_a_tower_that_names_its_text_model_is_shortened() -> None:
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "sliding_window": 16}
+    config = transformers.Gemma3Config(
+        text_config=text | {"layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2},
+        vision_config=tower | {"image_size": 28, "patch_size": 14},
+        architectures=["Gemma3ForCausalLM"],
+    )
+    assert len(layers(config)) == 8 and len(layers(config, num_layers=4)) == 4
+    assert config.text_config.num_hidden_layers == 6 and config.vision_config.num_hidden_layers == 2

@@ -260,6 +260,9 @@ class Reads(nn.Linear):
         if self.how == "no_grad":
             with torch.no_grad():
                 more = other(x)
+        elif self.how == "view":
+            with torch.no_grad():
+                more = x @ other.weight.T
         elif self.how == "data":
             more = x @ other.weight.data
         elif self.how == "detach":
@@ -294,7 +297,7 @@ def sharing(world, how, frozen, tied):
     return ""
 
 
-@pytest.mark.parametrize("how", some(["no_grad", "data", "detach", "parameter", "buffer"], 2))
+@pytest.mark.parametrize("how", some(["no_grad", "view", "data", "detach", "parameter", "buffer"], 2))
 def test_values_of_a_layer_on_another_rank_that_no_update_reaches_are_refused_by_name(how):
     words = "two tensors in one memory" if how in ("parameter", "buffer") else "of a layer on another rank, without its"
     ranks = Ranks(2)

@@ -28,6 +28,17 @@ class Watch(nn.Module):
         return self.inner(x)
 
 
+def test_statistics_that_become_nan_stay_nan_as_in_plain_torch() -> None:
+    plain, layer = (nn.BatchNorm1d(3).double() for _ in range(2))
+    stage = Stage([layer])
+    for number in range(4):
+        x = ones(4, 3) * (number + 1.0)
+        x[0, 0] = float("nan") if number == 2 else x[0, 0]
+        plain(x)
+        stage.forward(x)
+        torch.testing.assert_close(layer.running_mean, plain.running_mean, equal_nan=True)
+
+
 def test_a_forward_whose_graph_comes_later_runs_as_in_plain_torch_and_so_does_r() -> None:
     layer, x = Watch(), ones(2, 3)
     stage = Stage([layer])

@@ -115,15 +115,18 @@ class Replicas:
         by_axes: dict[tuple[str, ...], Tensor] = {}
         for s in layers.shared():
             grad = s.parameter.grad
-            if grad is None or s.holders[0] != world.rank:
+            if s.holders[0] != world.rank:
+                continue
+            # Also without a gradient: all ranks of an axis must sum, and the others may have one.
+            scattered = self.reaches.get(s.key, Reach()).scattered
+            if scattered not in by_axes:
+                by_axes[scattered] = torch.zeros(layers.plan.num_layers + 1, dtype=torch.float64, device=layers.device)
+            if grad is None:
                 continue
             grad = grad.coalesce().values() if grad.is_sparse else grad
             wide = torch.float32 if grad.dtype in LOW else None
             value = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
             value = (value.full_tensor() if hasattr(value, "full_tensor") else value).double()
-            scattered = self.reaches.get(s.key, Reach()).scattered
-            if scattered not in by_axes:
-                by_axes[scattered] = torch.zeros(layers.plan.num_layers + 1, dtype=torch.float64, device=layers.device)
             norms, layer = by_axes[scattered], int(s.key.split(".", 1)[0])
             norms[layer] = torch.maximum(norms[layer], value) if largest else norms[layer] + value**norm_type
         total = torch.zeros(layers.plan.num_layers + 1, dtype=torch.float64, device=layers.device)

@@ -112,7 +112,9 @@ class Watch:
             if not self._stopped(rank):
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > self._hang_s + self._grace_s:
-                raise RankError(rank, f"rank {rank} {self._stopped(rank)} for {self._hang_s:g} s: {CONTINUE}")
+                raise RankError(
+                    rank, f"rank {rank} {self._stopped(rank)} for {self._hang_s + self._grace_s:g} s: {CONTINUE}"
+                )
 
     def _stopped(self, rank: int) -> str:
         """The words "is stopped (SIGSTOP)" if the process is stopped."""

@@ -203,7 +203,7 @@ class _Draws:
         for handle in self._handles:
             handle.remove()
         if not self._seeded and not self.found and self._now() != self._was:
-            self.found = "a backward"
+            self.found = "the loss or a backward"
 
 
 def _collectives() -> int:

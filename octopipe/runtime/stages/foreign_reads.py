@@ -25,7 +25,10 @@ _FORM_ONLY = frozenset(
      "is_signed", "is_inference", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
      "retain_grad", "__hash__", "__len__", "__repr__", "result_type", "can_cast", "__get__", "__set__")
 )  # fmt: skip
-"""Functions and methods that return no values of a tensor. Of the attributes, `_reads` treats `data` separately."""
+"""Functions and methods that return no values of a tensor. Of the attributes, `_reads` treats `data` and views
+separately."""
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are views of a tensor, from which something else then reads the values."""
 
 
 class Known(NamedTuple):
@@ -55,8 +58,11 @@ class ForeignReads:
 
 def _reads(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    if name in _CUTS_OFF or (name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data"):
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    if name in _CUTS_OFF or attribute == "data":
         return True
     if torch.is_grad_enabled():  # `ranks/leaves.py` finds the weight in the graph of the output
         return False
+    if attribute in _VIEWS:
+        return True
     return name not in _FORM_ONLY and not name.endswith("_like") and not name.startswith("new_")

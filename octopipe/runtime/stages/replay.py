@@ -360,7 +360,7 @@ def _apart(which: Sequence[HeldTensor], snapshot: Snapshot) -> Iterator[HeldTens
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
         return a.shape == b.shape and a.dtype == b.dtype and a.is_meta and b.is_meta
-    return torch.equal(a, b) or bool(((a == b) | (a != a)).all())
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN
 
 
 def _take_over(real: Tensor, stand_in: Tensor) -> None:

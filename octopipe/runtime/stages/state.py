@@ -224,12 +224,6 @@ class Source:
     def put_back(self) -> None:
         self._set(self.state)
 
-    def moved(self) -> bool:
-        now, _ = _source_state(self.thing)
-        if isinstance(now, Tensor):
-            return not torch.equal(now, self.state)
-        return repr(now) != repr(self.state)
-
 
 def _source_state(thing: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(thing, torch.Generator):

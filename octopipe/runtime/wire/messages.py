@@ -24,6 +24,8 @@ HEAD_BYTES = 4096
 """Maximum size of a header with the tensors inside it."""
 FIXED_BYTES = 32
 """Bytes of a header's fixed part: length of the description, bytes of the tensors inside, digest of the description."""
+MOST_FORMS = 4096
+"""Forms that never recur (changing shapes) must not accumulate."""
 ALIGNED = 64
 """Tensors inside a header are aligned like torch's own, because the rounding of some kernels depends on it."""
 
@@ -111,7 +113,8 @@ class Specs:
             key: Any = (value.shape, value.dtype, need)
             spec = self._by_key.get(key)
             if spec is None:
-                spec = self._by_key[key] = Spec(True, (_leaf(tuple(value.shape), value.dtype, need),), ())
+                spec = Spec(True, (_leaf(tuple(value.shape), value.dtype, need),), ())
+                self._keep(key, spec)
             return spec, [value]
         flat: list[Any] = []
         form = flatten(value, flat)
@@ -133,10 +136,14 @@ class Specs:
         except TypeError:  # a constant that cannot be hashed: describe it every time
             return Spec(form, leaves, constants)
         if spec is None:
-            spec = self._by_key[key] = Spec(form, leaves, constants)
-            if len(self._by_key) > 4096:  # forms that never recur (changing shapes) must not accumulate
-                self._by_key.clear()
+            spec = Spec(form, leaves, constants)
+            self._keep(key, spec)
         return spec
+
+    def _keep(self, key: Any, spec: Spec) -> None:
+        if len(self._by_key) >= MOST_FORMS:
+            self._by_key.clear()
+        self._by_key[key] = spec
 
     def read(self, head: bytes, text: bytes | None = None) -> Spec:
         """The form that a header announces; `text` is its description if that was sent separately."""

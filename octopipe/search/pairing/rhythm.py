@@ -35,7 +35,7 @@ from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_W, FB, FF,
 from octopipe.search.pairing.schedule import beside
 from octopipe.simulation.timing import FOR_F, FOR_I
 
-PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F, LONE_F, KEEP, APART_W, NUM_NUMBERS = range(10)
+PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F, LONE_F, KEEP, APART_W = range(9)
 """Places in `numbers`. Those before LONE_F are as in `schedule`; with infinite PATIENCE, ranks wait for every partner.
 LONE_F: the number of F of a rank that run alone at first, so that the first micro-batches arrive early.
 KEEP: the number of W that a rank keeps while it waits for a single op, to run them beside that op's exchange.

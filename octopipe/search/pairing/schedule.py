@@ -31,7 +31,7 @@ from octopipe.search.pairing.order_state import (
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, FF, FI, FW, IW
 from octopipe.simulation.timing import FOR_F, FOR_I
 
-PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F, NUM_NUMBERS = range(7)
+PATIENCE, FIT, FUSE, RESERVE, BESIDE_W, TWO_F = range(6)
 """Places in `numbers`. PATIENCE: how long a rank waits for a partner (ms). FIT: the share of a W that must fit before
 the next arrival (1: it must not overrun). FUSE, BESIDE_W: the share of its own duration by which a W may lengthen a
 pair or a single op. RESERVE: the share of later stages' bytes that is kept free. TWO_F: two F run together if that

@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from octopipe.plans.plan import Plan
 
 Floats = NDArray[np.float64]
-NUM_NUMBERS = 9
-"""The length of `State.numbers` (see `rhythm`); `schedule` reads the first six."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +40,7 @@ class State:
     flight: list[int]
     """In a free state: a stage with this many micro-batches in flight runs no F alone."""
     numbers: list[float]
+    """As `rhythm` reads them; `schedule` reads the first six."""
     rotation: int = 0
     """In a steady state, the largest number of micro-batches that start in one rotation; 0 in a free state."""
 
