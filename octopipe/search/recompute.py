@@ -117,8 +117,8 @@ def without_needless_recomputation(plan: Plan, costs: CostTable, timeline: Timel
 
 def _may_be_kept(plan: Plan, costs: CostTable, refused: Collection[int]) -> list[int]:
     """Return the recomputing stages that could all keep their activations, judged by the orders alone. While an op
-    runs, its rank holds at least what the ops before it left, at whatever times they run. In plans that fill their memory,
-    this rules out most stages without a simulation."""
+    runs, its rank holds at least what the ops before it left, at whatever times they run. In plans that fill their
+    memory, this rules out most stages without a simulation."""
     t, static = plan.table(), static_bytes(plan, costs)
     at_start, at_end = changes_of_ops(plan, costs)
     memory = stage_memory(plan, costs)
