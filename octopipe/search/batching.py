@@ -20,7 +20,7 @@ from octopipe.models.spec import ModelSpec
 from octopipe.search.systems.dynapipe import micro_batch_samples
 
 MOST_SEQUENCES = 2048
-"""Of one step: the programme looks at every pair of them."""
+"""Maximum number of sequences in one step: the dynamic program considers every pair of them."""
 
 
 def dynamic_groups(spec: ModelSpec, setup: Setup, lengths: Sequence[int]) -> Groups:

@@ -33,9 +33,9 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, ROUNDING
 
 REFERENCE = "1f1b"
-"""Speed-ups are over this system, run in the same mode."""
+"""Speed-ups are relative to this system under the same options."""
 LONGEST_FIRST = ("tessel", "optpipe", "dynapipe", "zb-1p", "zb-2p", "adapipe")
-"""Systems that may search for seconds."""
+"""Systems that may search for seconds; they are started first."""
 Progress = Callable[[str, int, int], None]
 """(the system just finished, systems finished, all systems)"""
 
@@ -50,14 +50,14 @@ class Result:
     """Why there is no plan; empty where there is one."""
     step_ms: float = float("nan")
     speedup: float | None = None
-    """Over 1F1B; None where 1F1B itself has no plan."""
+    """Speed relative to 1F1B; None if 1F1B has no plan."""
     bubble_ratio: float = float("nan")
     makespan_ms: float = float("nan")
     span_ms: float = float("nan")
     peak_memory_gib: tuple[float, ...] = ()
-    """Per rank, as in every verb's JSON."""
+    """Peak memory per rank, as in the JSON of every command."""
     max_memory_gib: float = float("nan")
-    """Of the fullest rank."""
+    """The largest peak of all ranks."""
     fits: bool = False
     tokens_per_gpu_per_second: float | None = None
     mfu: float | None = None
@@ -65,7 +65,7 @@ class Result:
     overlapped: int = 0
     overlap_rate: float = float("nan")
     exchange_hidden: float | None = None
-    """Of the experts' exchange, the share behind computation; None where there is none."""
+    """The share of the experts' exchange that is hidden behind computation; None without an exchange."""
     stages: int = 0
     splits_backward: bool = False
     micro_batches: int = 0
@@ -90,12 +90,12 @@ class Comparison:
     num_micro_batches: int
     split_backward: bool
     lower_bound_ms: float
-    """No plan of the class `bound_of` is faster; a system that holds layers on two ranks may be."""
+    """No plan of the class `bound_of` is faster than this; a system that holds layers on two ranks may be faster."""
     results: tuple[Result, ...]
     bound_of: PlanClass = field(default_factory=PlanClass)
     setup: Setup | None = None
     interrupted: bool = False
-    """Some systems had not been run when somebody asked to stop."""
+    """Whether the comparison was interrupted before all systems had run."""
 
     def __repr__(self) -> str:
         ran = [r for r in self.results if not r.reason]
@@ -139,8 +139,8 @@ def compare(
 
     `split_backward` splits B into I and W for systems that do not (as the paper does for its comparison). `recompute`
     (full or auto) recomputes for systems that do not decide that themselves, with `price` for the costs of every mode.
-    `options` holds the options of single systems: {"tessel": {"time_limit_s": 5}}. `own` has the costs and the number
-    of micro-batches of systems that form their own micro-batches from the same sequences.
+    `options` are options of single systems: {"tessel": {"time_limit_s": 5}}. `own` gives the costs and the number of
+    micro-batches of those systems that form their own micro-batches from the same sequences.
     """
     wanted = list(dict.fromkeys(systems() if names is None else names))
     for name in wanted:
@@ -191,7 +191,7 @@ def _with_speedup(result: Result, reference: Result) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """One price for every mode."""
+    """A `Price` that returns the same costs for every mode."""
 
     costs: CostTable
 
@@ -261,8 +261,8 @@ class _Task:
 
 
 def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: int | None) -> Iterable[Result]:
-    """Results as they arrive, from as many processes as there are cores (from this process if there is only one
-    core)."""
+    """Yield results as they are finished, from as many processes as there are cores (from this process if there is only
+    one core)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores if processes is None else processes, len(settings))
     if workers <= 1:
@@ -288,7 +288,7 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
                     yield Result(system=name, title=get_system(name).title, reason=KILLED)
     finally:
         if pending:
-            # A worker has nothing to save, and a solver in it hears no signal: it is not waited for.
+            # Workers have nothing to save, and a solver does not react to signals, so they are killed.
             for process in list((pool._processes or {}).values()):
                 process.kill()
         pool.shutdown(wait=True, cancel_futures=True)

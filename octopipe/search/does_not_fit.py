@@ -1,4 +1,4 @@
-"""The error when no plan fits in memory: which rank lacks how much, and what would help.
+"""The error that is raised if no plan fits in memory: which rank lacks how much, and what would help.
 
 Knows: the minimum memory that any plan needs. Does not know: how plans are searched.
 """
@@ -14,9 +14,9 @@ GIB = float(1 << 30)
 
 
 def does_not_fit_error(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
-    """The error for a setting in which no plan was found that fits."""
+    """Return the error for a setting in which no plan that fits was found."""
     capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
-    # The most even split of static bytes a rank can hope for, and one micro-batch through the hungriest layer.
+    # What a rank needs at least: its share of the static bytes, one micro-batch's activations, the largest workspace.
     static = float(costs.static_bytes.sum())
     finite = np.isfinite(capacity)
     share = capacity / capacity[finite].sum() if finite.all() else np.where(finite, 1.0 / num_ranks, 0.0)

@@ -1,4 +1,4 @@
-"""One sentence about what limits a result: the busiest rank, a layer that cannot be split, the causes of idle time.
+"""A sentence about what limits a plan: the busiest rank, a layer that cannot be split, the causes of idle time.
 
 Knows: timelines and costs. Does not know: how the plan was found.
 """
@@ -14,9 +14,9 @@ from octopipe.simulation.timeline import Timeline
 
 _NAMES = {"E": "embedding", "L": "head", "*": "attention", "M": "Mamba", "-": "MLP"}
 _WORTH = 0.5
-"""Parts of idle time below this many percent are left out."""
+"""Causes of idle time with a share below this many percent are left out."""
 _WIDE = 1.5
-"""A layer is worth a word when it takes this many times the mean."""
+"""A layer is mentioned if it takes at least this many times the mean layer time."""
 
 
 def explain(
@@ -27,7 +27,7 @@ def explain(
     bound_name: str = "",
     plans: PlanClass | None = None,
 ) -> str:
-    """Why the step takes as long as it does; `plans` is the class of plans for which the bound holds."""
+    """Explain why the step takes as long as it does; `plans` is the class of plans for which the bound holds."""
     step_ms = timeline.step_ms
     if step_ms <= 0:
         return "no op takes any time"
@@ -50,7 +50,7 @@ def _busiest(timeline: Timeline) -> str:
 
 
 def _heaviest(plan: Plan, costs: CostTable) -> list[str]:
-    """The largest layer, if it is so large that the ranks cannot be balanced around it."""
+    """Name the largest layer, if it takes much longer than the mean layer."""
     layer_ms = costs.layer_ms
     total = float(layer_ms.sum())
     if costs.num_layers < 2 or total <= 0:
@@ -86,7 +86,7 @@ def _idle(timeline: Timeline) -> str:
 
 
 def _memory(timeline: Timeline) -> list[str]:
-    """The rank that is nearest to its limit, if it is near."""
+    """Name the rank that is nearest to its memory limit, if it uses more than 90 % of it."""
     if not timeline.memory:
         return []
     used = timeline.peak_bytes / np.array(timeline.capacity_bytes)

@@ -34,12 +34,12 @@ OWN_SYMBOLS = {
         "E": frozenset("#"),
     },
 }
-"""Megatron's letters and the symbols that layers of a ModelSpec may have there."""
+"""For each kind of text, Megatron's letters and the symbols of a ModelSpec's layers that each letter may denote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignPlan:
-    """A plan with notes about it, one line each."""
+    """A plan of another tool, and notes about it of one line each."""
 
     plan: Plan
     notes: tuple[str, ...] = ()
@@ -61,8 +61,8 @@ def megatron_plan(
     """The plan that Megatron runs for this text: its placement and its order.
 
     `vp` (stages per rank) and `schedule` ("1f1b" or "interleaved") follow from the text; if they are given, they must
-    agree with it. `group_size`: `--microbatch-group-size-per-virtual-pipeline-stage` (default: pp). `costs` give the
-    model's name.
+    agree with it. `group_size`: `--microbatch-group-size-per-virtual-pipeline-stage` (default: pp). With `costs`, the
+    text must match that model's layers, and the plan gets its name.
     """
     pieces, notes = _with_ends(text, pp)
     if len(pieces) % pp:
@@ -92,7 +92,8 @@ def megatron_plan(
 
 
 def _with_ends(text: MegatronText, pp: int) -> tuple[list[str], list[str]]:
-    """Stages in layout letters or, for hybrids, with embedding (<) and predictions and head (m, >) added."""
+    """Return the letters of every stage, and notes. The pattern of a hybrid model lacks the embedding (<), prediction
+    layers (m) and head (>), so these are added, and a pattern without | is split evenly."""
     pieces = list(text.stages)
     notes: list[str] = []
     if text.kind == "layout":
@@ -194,8 +195,8 @@ def torch_plan(
 ) -> ForeignPlan:
     """The plan that PyTorch runs for this CSV.
 
-    A CSV contains nothing about layers: `partition` states how many each stage has. Without it, a model (`costs`) is
-    split evenly, and without a model every stage is one layer.
+    A CSV contains nothing about layers: `partition` gives the number of layers of each stage. Without it, the model of
+    `costs` is split evenly; without a model, every stage is one layer.
     """
     orders = parse_orders(schedule.rows)
     count = max(op.stage for order in orders for op in order) + 1

@@ -33,11 +33,11 @@ from octopipe.simulation.timeline import Timeline
 
 Floats = NDArray[np.float64]
 TOLERANCE = 0.02
-"""Of a step: a prediction this close to the run counts as agreement."""
+"""Largest relative error of a predicted step time that counts as agreement with the run."""
 PUBLISHED = ("1f1b", "interleaved", "zb-v")
-"""What a tuned plan is measured against, unless others are named."""
+"""The published systems that are run for comparison, unless others are named."""
 PULL = 0.02
-"""How strongly a factor is drawn towards 1, as a share of the equations' own weight."""
+"""Weight of the regularisation of the factors towards 1, relative to the weight of the equations."""
 LEAST_FACTOR, MOST_FACTOR = 0.4, 2.5
 _COLUMN = {"F": TIMES["forward_ms"], "I": TIMES["backward_ms"], "W": TIMES["weight_ms"]}
 
@@ -47,16 +47,16 @@ class Ran:
     """The measurements of a plan's timed steps."""
 
     steps_ms: tuple[float, ...]
-    """With the reductions of gradients that plans with copies need (`reduced_ms`)."""
+    """Time of every timed step, including the gradient reductions that plans with copies need (`reduced_ms`)."""
     op_ms: Floats
-    """Median time of every op, in the plan's own numbering."""
+    """Median time of every op, numbered as in the plan."""
     gap_ms: float
-    """Between two ops of a rank of which the second waits for nothing: the median."""
+    """Median gap between two consecutive ops of a rank if the second one has nothing to wait for."""
     start_ms: Floats | None = None
-    """When every op of the middle step started, where that is known."""
+    """When every op of the middle step started; None if that was not measured."""
     host_us: tuple[float, ...] = ()
-    """What the first rank's host took to issue an op: of a tenth of the ops at most this, of half of them, of nine
-    tenths. A host that runs far ahead of its device waits for room in the device's queue, which is counted here."""
+    """Time that the host of the first rank took to issue an op: the 10th, 50th and 90th percentile over its ops. This
+    includes waiting for room in the device's queue, if the host runs far ahead of the device."""
     peak_gib: tuple[float, ...] = ()
 
     @property
@@ -70,7 +70,7 @@ class Row:
 
     name: str
     round: int
-    """0: published systems; from 1 on: tuned with the costs as they were corrected by then."""
+    """0 for published systems; from 1 on, the round in which the plan was tuned with the costs corrected so far."""
     plan: Plan
     predicted_ms: float
     ran: Ran
@@ -100,7 +100,7 @@ class Outcome:
     best: Row
     """The plan that was measured fastest."""
     profile: Profile
-    """Corrected by all runs."""
+    """The profile, corrected with all runs."""
     corrections: tuple[Correction, ...]
     agreed: bool
     """Whether the last tuned plan ran as predicted."""
@@ -155,7 +155,7 @@ def reduced_ms(timeline: Timeline) -> float:
 
 Run = Callable[[str, Plan, Profile], Ran]
 Search = Callable[[CostTable, bool], Plan]
-"""Costs, and whether layers may be held twice: the plan."""
+"""(costs, whether copies of layers are allowed) -> plan."""
 
 
 def tune_measured(
@@ -251,7 +251,7 @@ def _kind_of_every_layer(kinds: Sequence[str], costs: CostTable) -> tuple[str, .
 def _searches(
     search: Search, copies: Sequence[bool], also: Mapping[str, Callable[[CostTable], Plan]]
 ) -> dict[str, Callable[[CostTable], Plan]]:
-    """The searches of every round, by the words that their plans' names end with."""
+    """Return the searches of every round, by the suffix that the names of their plans get."""
     found: dict[str, Callable[[CostTable], Plan]] = {
         " with copies" if twice else "": partial(_with_copies, search, twice) for twice in copies
     }
@@ -265,14 +265,14 @@ def _with_copies(search: Search, copies: bool, costs: CostTable) -> Plan:
 def corrected(
     profile: Profile, rows: Sequence[Row], kinds: Sequence[str], *, passes: int = 3
 ) -> tuple[Profile, tuple[Correction, ...]]:
-    """The profile as corrected by all these runs, and the factor of each layer kind."""
+    """Return the profile corrected with all these runs, and the factors of each layer kind."""
     names = list(dict.fromkeys(kinds))
     group = np.array([names.index(kind) for kind in kinds])
     factors = {kind: np.ones(len(names)) for kind in _COLUMN}
     gap = float(np.median([r.ran.gap_ms for r in rows]))
     fused = profile.fused_factor
     now = profile
-    for _ in range(passes):  # how many ranks work at once depends on the times themselves
+    for _ in range(passes):  # which ranks work at the same time depends on the times, so iterate
         seen = [_equations(now, r, group, len(names)) for r in rows]
         for kind in _COLUMN:
             parts = np.concatenate([parts[kind] for parts, _ in seen])
@@ -283,7 +283,7 @@ def corrected(
         took = np.concatenate([times["B"] for _, times in seen])
         if took.size and not any(times["I"].size for _, times in seen):
             ratio = float(np.median(took / np.maximum(both, 1e-9)))
-            for kind in "IW":  # nothing ran I and W apart: they are corrected together
+            for kind in "IW":  # no run had separate I and W, so both get the same correction
                 factors[kind] = np.clip(factors[kind] * ratio, LEAST_FACTOR, MOST_FACTOR)
         elif took.size:
             fused = float(np.clip(fused * np.median(took / np.maximum(both, 1e-9)), 0.5, 1.5))
@@ -317,13 +317,13 @@ def _scaled(profile: Profile, scale: dict[str, Floats], gap_ms: float, fused: fl
 
 
 def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """By op kind: what each layer kind contributes to every op's predicted time [ops, kinds], and the measured
-    times."""
+    """Return, by op kind, the part of every op's predicted time that each layer kind takes [ops, layer kinds], and the
+    measured times of the ops."""
     plan, costs = row.plan, profile.costs
     spans = predict(plan, profile).spans
     predicted = spans.end_ms - spans.start_ms
     full = op_durations(plan, costs) * np.where(spans.kind == B, profile.fused_factor, 1.0)
-    # Ops run faster while other ranks rest; the share of every layer kind in an op stays what it is.
+    # Ops run faster while other ranks are idle; all layer kinds in an op are scaled alike.
     shared = np.divide(predicted, full, out=np.ones_like(full), where=full > 0)
     parts = np.stack(
         [
@@ -346,8 +346,8 @@ def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dic
 
 
 def _fit(parts: Floats, took: Floats, before: Floats) -> Floats:
-    """Factors of the columns for which the sums of the rows come closest to the measured times, in relative terms.
-    `before`: the factors that the columns have already; the product of both is drawn towards 1.
+    """Fit one factor per column so that the row sums match the measured times, by least squares of relative errors.
+    `before`: the factors that the columns contain already; the product of old and new factor is drawn towards 1.
 
     >>> parts, took = np.array([[1.0, 1.0], [1.0, 3.0], [2.0, 0.0]]), np.array([3.0, 7.0, 2.0])
     >>> _fit(parts, took, np.ones(2)).round(1).tolist()

@@ -1,4 +1,4 @@
-"""Plans that use host memory: activations are offloaded where memory is short, instead of being recomputed.
+"""Plans that use host memory: if memory is short, activations are offloaded instead of recomputed.
 
 Knows: which stages of a plan must offload for it to fit, which recomputation offloading makes unnecessary, and how a
 search with a larger memory limit leads to plans that fit with offloading. Does not know: when activations are copied
@@ -27,16 +27,16 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 SearchMore = Callable[[CostTable, float], Found]
-"""The default search, on these costs and for so many seconds."""
+"""The default search: (costs, seconds) -> its result."""
 SYSTEMS = ("interleaved", "1f1b", "breadth-first", "hanayo", "v-min", "v-half", "zb-h1", "zb-v", "gpipe")
 """Published systems whose plans are tried with offload."""
 ROOMS = (1.3, 1.8, 3.0, math.inf)
-"""How much memory the searches for plans to offload believe to have, in times of what there is."""
+"""Memory limits of the searches for plans to offload, as multiples of the real memory."""
 
 
 def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
-    """The plan in which the activations of these stages are in host memory between F and backward; none of them
-    recomputes."""
+    """Return the plan in which these stages keep their activations in host memory between F and backward, instead of
+    recomputing them."""
     chosen = set(stages)
     orders = plan.orders
     if any(plan.stages[s].recompute for s in chosen):
@@ -51,10 +51,10 @@ def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
 
 
 def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
-    """The plan with offload on the ranks on which it does not fit otherwise; None if that is not enough.
+    """Return the plan with all stages offloaded on the ranks that exceed their memory; None if it still does not fit.
 
-    A stage is moved to host memory as a whole, so coarse stages need much memory on the device; if they do not fit,
-    they are divided.
+    The activations of a stage are moved as a whole, so coarse stages need much memory on the device while they run. If
+    they do not fit, the stages are divided into finer ones.
     """
     timeline = simulate(plan, costs, check=False)
     if timeline.fits:
@@ -72,8 +72,8 @@ def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
 
 
 def finer(plan: Plan, layers: int) -> Plan:
-    """The same work in the same order, with stages of at most this many layers: parts of a stage on its rank, one after
-    the other. Stages that recompute do not change, and neither do plans with pairs or with shards of layers."""
+    """Divide stages into parts of at most this many layers, which run one after the other on the rank of the stage.
+    Stages that recompute stay whole; plans with pairs or with shards of layers are returned unchanged."""
     if plan.pairs or plan.shards() or all(s.num_layers <= layers for s in plan.stages):
         return plan
     parts: list[list[int]] = []
@@ -99,14 +99,16 @@ def finer(plan: Plan, layers: int) -> Plan:
 
 
 def _edges(route: Sequence[int], edges: Iterable[Edge], parts: Sequence[Sequence[int]]) -> tuple[Edge, ...]:
-    """The edges between the last part of a stage and the first of another one, and those between parts."""
+    """Return the edges of a route between the parts: edges between stages connect the last part of one with the first
+    part of the next, and the parts of one stage are connected in sequence."""
     between = [(parts[a][-1], parts[b][0]) for a, b in edges]
     return (*between, *(pair for s in route for pair in itertools.pairwise(parts[s])))
 
 
 def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
-    """The plan in which as many recomputing stages as fit into host memory use that instead, the slowest to recompute
-    first."""
+    """Return the plan in which stages offload instead of recomputing, and its timeline. Recomputing stages are tried
+    one by one, the slowest to recompute first, each alone and then with all stages of its rank that do not recompute; a
+    change is kept if the plan then fits and is faster."""
     best, timeline = plan, simulate(plan, costs, check=False)
     again = [k for k, s in enumerate(plan.stages) if s.recompute]
     cost = costs.layer_times("R")
@@ -123,8 +125,8 @@ def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
 
 
 def published(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Iterator[Plan]:
-    """Plans of published systems that hold each layer once and recompute nothing, whatever memory they need. Backwards
-    are not split, because plans that run W at once hold least after a backward, when host memory does not help."""
+    """Yield plans of published systems that hold each layer once and recompute nothing, built without a memory limit.
+    Fused backwards are not split: what waits for W after I stays on the device, where host memory does not help."""
     free = costs.replace(rank_memory_bytes=())
     for name in SYSTEMS:
         most = min(MOST_CHUNKS, costs.num_layers // num_ranks) if name == "interleaved" else 0
@@ -146,7 +148,11 @@ def with_offload(
     search: SearchMore,
     stopped: Callable[[], bool],
 ) -> Found | None:
-    """The plan found without host memory, or the fastest plan that fits with it; None if none fits."""
+    """Return the fastest of the plan found without host memory and the plans that fit with it; None if none fits.
+
+    The plans tried are `found` with offload instead of recomputation, those of published systems, and those of
+    searches with a larger memory limit (`ROOMS`), which share `budget_s`.
+    """
     best = found
     if found is not None:
         better = _taken(found, *without_recomputing(found.plan, costs), name="offload instead of recomputing")
@@ -186,7 +192,7 @@ def with_offload(
 
 
 def _taken(found: Found, plan: Plan, timeline: Timeline, *, name: str) -> Found | None:
-    """The plan in place of the one found before, if it is faster."""
+    """Return the result with this plan in place of the one found before; None if the plan is not faster."""
     before = found.timeline.step_ms
     if timeline.step_ms >= before * (1 - 1e-9):
         return None
@@ -196,7 +202,7 @@ def _taken(found: Found, plan: Plan, timeline: Timeline, *, name: str) -> Found 
 
 
 def offload_words(plan: Plan, timeline: Timeline, without_ms: float | None) -> str:
-    """A line that states what host memory has gained."""
+    """Describe in one line which stages offload and what that has gained."""
     if not plan.offloads or timeline.host is None:
         return "no plan that uses host memory was faster"
     gib = timeline.host_peak_bytes / 2**30

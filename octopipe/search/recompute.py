@@ -1,4 +1,4 @@
-"""How much must be recomputed to fit: in the costs of a set-up, or as R ops in a finished plan.
+"""How much must be recomputed to fit: as costs under a recomputation mode, or as R ops in a finished plan.
 
 Knows: how many layers must be recomputed to fit in memory, and how R ops are inserted into orders. Does not know: what
 recomputation costs (`analytic/`, `price.py`), or systems that decide it themselves.
@@ -21,9 +21,9 @@ from octopipe.simulation.timeline import Timeline
 
 
 def recomputing(plan: Plan, layers: Mapping[int, int] | None = None, *, head: bool = False) -> Plan:
-    """The plan with the first `layers[rank]` layers of every rank recomputed (all of them where none are given), R
-    right before the backward. The head is recomputed only if `head` asks for it: its backward follows its forward at
-    once, so that nothing is gained."""
+    """Return the plan with the first `layers[rank]` layers of every rank recomputed (all if `layers` is None), and R
+    right before the backward. The last layer (the head) is recomputed only if `head` is True: its backward follows
+    its forward at once, so recomputing it gains nothing."""
     stages = list(plan.stages)
     for rank in range(plan.num_ranks):
         left = plan.num_layers if layers is None else layers.get(rank, 0)
@@ -37,7 +37,7 @@ def recomputing(plan: Plan, layers: Mapping[int, int] | None = None, *, head: bo
     orders = []
     for rank in range(plan.num_ranks):
         out: list[Op] = []
-        for slot in plan.slots(rank):  # what a pair's backward needs again is made before the pair
+        for slot in plan.slots(rank):  # R of a pair's backward runs before the pair
             out += [Op(op.stage, "R", op.micro_batch) for op in slot if op.kind in "IB" and stages[op.stage].recompute]
             out += slot
         orders.append(tuple(out))
@@ -49,10 +49,12 @@ def recomputes(plan: Plan) -> bool:
 
 
 def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with as few recomputed layers per rank as let it fit; unchanged where it fits or nothing helps.
+    """Return the plan with the smallest number of recomputed layers per rank with which it fits.
 
-    Memory of a rank depends on its own layers alone, so every rank's number is halved towards on its own, all ranks
-    in the same few simulations.
+    It is unchanged if it fits, recomputes already or has layers that must not run twice. If some rank does
+    not fit even with all of its layers recomputed, the plan that recomputes all layers of all ranks is returned. The
+    memory of a rank depends on its own layers alone, so the numbers of all ranks are bisected independently, in the
+    same few simulations.
     """
     if recomputes(plan) or costs.not_repeatable():
         return plan
@@ -78,16 +80,16 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
 
 
 SIMULATED_OPS = 500_000
-"""So many ops are simulated at most to find out which stages need not be recomputed: a second or two of one core."""
+"""Maximum number of ops that are simulated to find out which stages need not recompute: a second or two of one core."""
 SLACK = 1e-9
-"""By which share a sum of bytes may be over the memory because of rounding, before a simulation says so exactly."""
+"""The share by which a sum of bytes may exceed the memory due to rounding; a simulation then decides exactly."""
 
 
 def without_needless_recomputation(plan: Plan, costs: CostTable, timeline: Timeline) -> tuple[Plan, Timeline]:
-    """The plan with no stage recomputed whose activations could be kept without making the step longer or the plan too
-    large, and its timeline. A search does not avoid these: where a rank waits, R costs no time in its simulation. Plans
-    with pairs, paths or activations in host memory stay as they are; in plans of so many ops that `SIMULATED_OPS` are
-    spent before all stages are settled, some may be left."""
+    """Remove the recomputation of stages whose activations can be kept without a longer step and within memory; return
+    the plan and its timeline. A search leaves such stages behind because R costs no time while its rank waits anyway.
+    Plans with pairs, forks or activations in host memory are returned unchanged. If `SIMULATED_OPS` is reached first,
+    some needless recomputation may be left."""
     if plan.pairs or plan.forks or plan.offloads or not recomputes(plan):
         return plan, timeline
     left = SIMULATED_OPS
@@ -114,9 +116,9 @@ def without_needless_recomputation(plan: Plan, costs: CostTable, timeline: Timel
 
 
 def _may_be_kept(plan: Plan, costs: CostTable, refused: Collection[int]) -> list[int]:
-    """Stages whose activations can be kept, all at once, as far as the orders alone say: what a rank holds while an op
-    runs is at least what its ops before that one left, whenever they run. Most stages of plans that fill their memory
-    are settled by this, without a simulation."""
+    """Return the recomputing stages that could all keep their activations, judged by the orders alone. While an op
+    runs, its rank holds at least what the ops before it left, at whatever times they run. In plans that fill their
+    memory, this rules out most stages without a simulation."""
     t, static = plan.table(), static_bytes(plan, costs)
     at_start, at_end = changes_of_ops(plan, costs)
     memory = stage_memory(plan, costs)
@@ -141,7 +143,7 @@ def _may_be_kept(plan: Plan, costs: CostTable, refused: Collection[int]) -> list
 
 
 def _keeping(plan: Plan, numbers: Collection[int]) -> Plan:
-    """The plan with stages that keep their activations."""
+    """Return the plan in which these stages keep their activations and have no R."""
     whole = set(numbers)
     stages = tuple(replace(s, recompute=False) if k in whole else s for k, s in enumerate(plan.stages))
     orders = (tuple(op for op in order if op.kind != "R" or op.stage not in whole) for order in plan.orders)
@@ -149,8 +151,8 @@ def _keeping(plan: Plan, numbers: Collection[int]) -> Plan:
 
 
 def checkpointed_per_stage(plan: Plan, layers: int) -> tuple[int, int]:
-    """The least number of layers that, recomputed in every stage, are at least `layers` in all, and how many that is.
-    Embedding and head are not recomputed."""
+    """Return the smallest number of layers to recompute in every stage so that at least `layers` are recomputed in all,
+    and how many that is. Embedding and head are not recomputed."""
     blocks = [min(s.stop, plan.num_layers - 1) - max(s.first, 1) for s in plan.stages]
     total = [sum(min(each, max(n, 0)) for n in blocks) for each in range(max(blocks) + 1)]
     each = next((n for n, found in enumerate(total) if found >= layers), len(total) - 1)
@@ -158,24 +160,25 @@ def checkpointed_per_stage(plan: Plan, layers: int) -> tuple[int, int]:
 
 
 class Price(Protocol):
-    """Costs under a mode of recomputation (none, selective, full) and, with full, a number of layers."""
+    """A function that returns the costs under a mode of recomputation (none, selective or full); for full, optionally
+    with the number of layers that are recomputed."""
 
     def __call__(self, mode: str, layers: int | None = None, /) -> CostTable: ...
 
 
 PROBES = 6
-"""How many numbers of recomputed layers are tried, evenly apart, where recomputing all of them does not fit."""
+"""How many numbers of recomputed layers, evenly spaced, are tried if recomputing all layers does not fit."""
 NEAR = 0.1
-"""By which share of the memory recomputing all layers may be over it where that is done."""
+"""They are tried only if recomputing all layers exceeds the memory by at most this share of it."""
 
 
 def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> tuple[Plan, CostTable]:
-    """A system's plan under a mode of recomputation, and the costs to price it with.
+    """Return a system's plan under a mode of recomputation, and the costs to price it with.
 
-    Whole layers are recomputed one at a time inside the backward, as Megatron, FSDP and Hugging Face do it: a matter
-    of prices, not of the plan's ops. `auto` takes the first that fits: nothing, selective recomputation, beyond it as
-    few whole layers as do, then all. A plan that recomputes by itself is left alone. Where nothing fits, the plan that
-    recomputes all layers is returned.
+    Whole layers are recomputed one at a time inside the backward, as Megatron, FSDP and Hugging Face do: this changes
+    the costs, not the ops of the plan. `auto` takes the first of these that fits: no recomputation, selective
+    recomputation, the smallest number of whole layers that fits, all layers. A plan that has R ops of its own is
+    returned as it is. If nothing fits, the plan that recomputes all layers is returned.
 
     Recomputing more layers does not always need less memory: a layer that runs again needs its workspace on top of
     everything that is kept, so a few recomputed layers may fit where all of them do not.
@@ -217,7 +220,7 @@ def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> t
 
 
 def _spread_numbers(layers: int) -> list[int]:
-    """Numbers of layers between none and all of them, evenly apart.
+    """Return evenly spaced numbers of layers between 0 and `layers`, both excluded.
 
     >>> _spread_numbers(61), _spread_numbers(3), _spread_numbers(1)
     ([9, 17, 26, 35, 44, 52], [1, 2], [])
@@ -226,7 +229,7 @@ def _spread_numbers(layers: int) -> list[int]:
 
 
 def _nearly_fits(timeline: Timeline) -> bool:
-    """Whether less workspace could make a plan fit. A plan that is far from it holds too much, whatever its workspace,
-    and is not worth the time of further simulations."""
+    """Whether every peak exceeds its memory limit by at most the share `NEAR`, so that less workspace could make the
+    plan fit. Plans that need much more are not worth the time of further simulations."""
     both = zip(timeline.peak_bytes, timeline.capacity_bytes, strict=True)
     return all(peak <= (1.0 + NEAR) * capacity for peak, capacity in both)

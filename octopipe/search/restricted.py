@@ -2,12 +2,12 @@
 
 Knows: what each value of `--for` allows. Does not know: how the runtimes' files are written (`export/`).
 
-- `octopipe`: everything.
-- `torch`: any partition, placement and order, but every layer on one rank, and no recomputation per stage.
+- `octopipe`: all plans.
+- `torch`: any partition, placement and order, but each layer on one rank only, and no recomputation per stage.
 - `megatron`: stage i on rank i mod pp, a multiple of pp stages, 1F1B or interleaved 1F1B with a fused backward. There
   the order is determined by the number of stages, so only the partition is searched, by annealing stage boundaries.
-  Stages between the first and the last may be empty, as long as every rank holds layers. A plan omits them; the
-  additional transfer in each direction that Megatron needs for an empty stage is not counted.
+  Stages between the first and the last may be empty, as long as every rank holds layers. A plan omits empty stages;
+  the additional transfer in each direction that Megatron needs for such a stage is not counted.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from octopipe.simulation.timeline import Timeline
 Target = Literal["octopipe", "torch", "megatron"]
 TARGETS: tuple[Target, ...] = ("octopipe", "torch", "megatron")
 MOST_CHUNKS = 10
-"""Most stages a rank."""
+"""Maximum number of stages per rank."""
 HOT = 0.005
-"""First temperature, as a share of the step time."""
+"""Initial temperature of the annealing, as a share of the step time."""
 REPORT_S = 0.2
 """Seconds between reports."""
 
 
 class FixedSchedules:
-    """Search of the partition for 1F1B and interleaved 1F1B, including the number of stages per rank."""
+    """Search for the best partition of 1F1B and interleaved 1F1B, including the number of stages per rank."""
 
     def __init__(
         self, costs: CostTable, num_ranks: int, num_micro_batches: int, *, budget_s: float, seed: int = 0,
@@ -53,7 +53,7 @@ class FixedSchedules:
         self.made = 0
         self.best: tuple[Plan, Timeline] | None = None
         self.shape: tuple[Plan, list[int]] | None = None
-        """The schedule with all of its stages, and the cuts, that the best plan was made of."""
+        """The schedule with all of its stages, empty ones included, and the cuts from which the best plan was made."""
         self.told_s = 0.0
         self.start = start
 
@@ -63,7 +63,7 @@ class FixedSchedules:
         try:
             for plan in plans:
                 self._consider(plan, _cuts(plan), "start")
-            # Each number of stages for a while, then the best for as long again.
+            # Half of the budget goes to the numbers of stages in turn, the other half to the best of them.
             for k, plan in enumerate(plans):
                 self._anneal(plan, _cuts(plan), (k + 1) / (2 * len(plans)))
             if self.shape is not None:
@@ -84,7 +84,7 @@ class FixedSchedules:
         )  # fmt: skip
 
     def _schedules(self) -> list[Plan]:
-        """One plan per number of stages per rank; the user's own plan first, if it is of this kind."""
+        """Return one plan for each number of stages per rank, after the user's own plan if Megatron can run it."""
         found: list[Plan] = []
         if self.start is not None and runs_on_megatron(self.start):
             found.append(self.start)
@@ -108,7 +108,7 @@ class FixedSchedules:
         return (time.monotonic() - self.began) / self.budget_s
 
     def _anneal(self, plan: Plan, cuts: list[int], until: float) -> None:
-        """Move boundaries by one layer, singly or several in a row, at falling temperature."""
+        """Anneal the partition: move one or several neighbouring boundaries by one layer, at falling temperature."""
         cuts = list(cuts)
         last = len(plan.stages)
         current = makespan_ms(with_cuts(plan, cuts), self.costs)
@@ -118,7 +118,7 @@ class FixedSchedules:
             k = self.dice.randrange(1, len(plan.stages))
             e = min(k + self.dice.choice((0, 0, 1, 2, self.ranks)), len(plan.stages) - 1)
             by = self.dice.choice((-1, 1))
-            # The first and the last stage hold embedding and head; those between may become empty.
+            # The first and the last stage hold embedding and head; the stages in between may become empty.
             if cuts[k] + by < cuts[k - 1] + (k == 1) or cuts[e] + by > cuts[e + 1] - (e + 1 == last):
                 continue
             for j in range(k, e + 1):
@@ -166,13 +166,13 @@ def _cuts(plan: Plan) -> list[int]:
 
 
 def _idle_rank(plan: Plan, cuts: list[int]) -> bool:
-    """Whether all stages of some rank would be empty."""
+    """Whether some rank would hold no layer."""
     held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
     return len(held) < plan.num_ranks
 
 
 def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
-    """The plan with its stages cut at these positions, without empty stages."""
+    """Return the plan with stage boundaries at these layers; stages that become empty are removed."""
     full = [k for k in range(len(plan.stages)) if cuts[k] < cuts[k + 1]]
     stages = tuple(replace(plan.stages[k], first=cuts[k], stop=cuts[k + 1]) for k in full)
     if len(full) == len(plan.stages):
@@ -185,8 +185,8 @@ def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
 
 
 def runs_on_megatron(plan: Plan) -> bool:
-    """Whether stage i is on rank i mod pp, every rank has equally many once empty stages are added, and the order is
-    Megatron's own."""
+    """Whether stage i is on rank i mod pp and every rank has the same number of stages, once empty stages are added.
+    If stages had to be added, the order must be Megatron's own as well; other orders of F and B are not checked."""
     pp, m = plan.num_ranks, plan.num_micro_batches
     if len(plan.routes) != 1 or any(s.recompute for s in plan.stages):
         return False

@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The state of a search that a callback receives."""
+    """The state of a search, as its callback receives it."""
 
     seconds: float
     budget_s: float
@@ -60,12 +60,12 @@ class Progress(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it."""
+        """How far the best plan is above the bound, as a share of the bound."""
         return gap_of(self.best_ms, self.lower_bound_ms)
 
 
 Callback = Callable[[Progress], object]
-"""Called a few times a second; a returned True ends the search with the best plan so far."""
+"""A function that is called a few times per second. If it returns True, the search ends with the best plan so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,9 @@ class Found:
     interrupted: bool
     phase_iterations: dict[str, int] = field(default_factory=dict)
     finalists: list[Plan] = field(default_factory=list)
-    """Plans that fit and are close to the best; what a robust choice is made from."""
+    """Plans that fit and are almost as fast as the best one. A robust search chooses among them."""
     systems: dict[str, float] = field(default_factory=dict)
-    """Step times of the published systems whose plans were built on the way; infinite where they do not fit."""
+    """Step times of the published systems whose plans the search built; infinite if a plan does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,35 +90,35 @@ class TuneResult:
 
     plan: Plan
     step_ms: float
-    """As `simulate(plan, costs).step_ms` says."""
+    """The step time that `simulate(plan, costs).step_ms` returns."""
     lower_bound_ms: float
     """No plan of the class `plans` is faster."""
     bound_name: str
-    """Which argument gives that bound."""
+    """The argument (proof) from which the bound follows."""
     method: str
     seconds: float
     iterations: int
-    """Moves judged, over all workers."""
+    """Number of moves that were evaluated, summed over all workers."""
     log: tuple[Step, ...]
-    """Algorithm 1 and random search: every iteration. `best`: every improvement."""
+    """Every iteration of Algorithm 1 and of random search; only the improvements of method `best`."""
     explanation: str
     interrupted: bool = False
     optimal: bool = False
     """The exact method proved that no plan of the class `plans` is faster."""
     plans: PlanClass = field(default_factory=PlanClass)
-    """Which plans were searched, and which the bound and `optimal` speak of."""
+    """The class of plans that was searched, to which the bound and `optimal` refer."""
     mean_jittered_ms: float | None = None
-    """With robust: the mean step time over jittered layer times."""
+    """The mean step time over randomly varied layer times; only set by a robust search."""
     phase_iterations: dict[str, int] = field(default_factory=dict)
-    """How many iterations each phase got."""
+    """Number of iterations of each phase."""
     systems: dict[str, float] = field(default_factory=dict)
     """Step times of published systems in this setting, as far as the search built them (infinite: does not fit)."""
     notes: tuple[str, ...] = ()
-    """What a user should know of the setting: a default that was decided by what the costs lack."""
+    """Hints for the user, such as a default that was chosen because the costs lack some value."""
     hidden_share: float = 1.0
-    """Sends and receives that run wholly behind their rank's computation, as a share of all."""
+    """The share of sends and receives that are hidden completely behind their rank's computation."""
     overlappable_share: float = 1.0
-    """The same as the paper counts: those that run behind computation at least in part."""
+    """The same share as the paper counts it: transfers that are hidden at least in part."""
 
     def __repr__(self) -> str:
         plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"

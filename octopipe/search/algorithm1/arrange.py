@@ -2,9 +2,9 @@
 
 Knows: arrays of times, bytes and keys, and how a rank decides what to run next. Does not know: plans, phases or moves.
 
-Among the F and I whose inputs have arrived, the one with the smallest key runs; W fills time in which a rank would
-wait, and runs first if an F lacks memory. These are the paper's advance of F and B, delay of W, and advance of W to
-avoid running out of memory. `simulation/timing.py` says when a result arrives.
+Among the F and I whose inputs have arrived, the one with the smallest key runs. W fills time in which a rank would
+wait, and runs before an F for which memory is short. These are the paper's advance of F and B, delay of W, and advance
+of W to avoid running out of memory. `simulation/timing.py` defines when a result arrives.
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ from octopipe.plans.op import F, I, R, W
 from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 
 STUCK, TOO_SLOW = -1, -2
-"""In place of the first rank's length: no rank can run anything; some rank cannot end before the cutoff any more."""
+"""Returned in place of the first rank's length: no rank can run any op, or some rank cannot end before the cutoff."""
 
 
 class Rules(NamedTuple):
     """The criteria by which a rank decides what to run next."""
 
     keys: Any
-    """[F or I, stage, micro_batch]: the smallest runs first."""
+    """[F or I, stage, micro_batch]: the op with the smallest key runs first."""
     flight: Any
-    """Most micro-batches under way."""
+    """Maximum number of micro-batches in flight."""
     wait_ms: Any
-    """How long a rank waits for an op of smaller key."""
+    """How long a rank waits for an op with a smaller key."""
     overrun: Any
-    """Share of a W that may stick out of the gap it fills."""
+    """The share of a W that may extend beyond the gap that it fills."""
     recomputes: Any
-    """[stage]"""
+    """[stage]: whether the stage recomputes."""
 
 
 class OrderState(NamedTuple):
     """The state of stages and ranks while orders are built."""
 
     arrived: Any
-    """[2, stage, micro_batch]: when inputs and gradients are there; infinite while that is not known."""
+    """[2, stage, micro_batch]: when the input of F and the gradient for I arrive; infinite if not known yet."""
     channel: Any
+    """[from rank, to rank]: when the channel is free."""
     done: Any
     """[2, stage]: how many F and I have run."""
     clock: Any
-    """[rank]: when it is free."""
+    """[rank]: when the rank is free."""
     used: Any
-    """[rank]: bytes."""
+    """[rank]: bytes in use."""
     room: Any
-    """[rank]: bytes kept free for what R brings back."""
+    """[rank]: bytes that are kept free for the activations that R restores."""
     undone: Any
-    """[rank]: work that is left."""
+    """[rank]: remaining work in milliseconds."""
     listed: Any
-    """The stages of every rank, one rank after the other;"""
+    """The stages of all ranks, one rank after the other."""
     first: Any
-    """[rank + 1]: where a rank's stages begin in that list."""
+    """[rank + 1]: where the stages of each rank begin in `listed`."""
     waiting: Any
-    """[rank, k, 2]: stage and micro-batch of the W that could run, oldest first;"""
+    """[rank, k, 2]: stage and micro-batch of the W that can run, oldest first."""
     queue: Any
-    """[2, rank]: where that list begins and ends."""
+    """[2, rank]: where the pending W of each rank begin and end in `waiting`."""
     length: Any
-    """[rank]: ops so far."""
+    """[rank]: number of ops in its order so far."""
 
 
 @njit
 def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
-    """Build the orders of a chain of stages in out[rank]. Returns their lengths; the first of them is STUCK or TOO_SLOW
-    if there are no orders. No rank has more than `size` ops. Micro-batches pass every stage in the order of their
-    numbers."""
+    """Build the orders of a chain of stages in out[rank] and return their lengths; the first length is STUCK or
+    TOO_SLOW if that failed. `size` is an upper bound on the number of ops of a rank. Micro-batches pass every stage in
+    the order of their numbers."""
     ranks, stages, micro_batches = prices.static.size, prices.rank.size, prices.held.shape[1]
     state = OrderState(
         arrived=np.full((2, stages, micro_batches), np.inf),
@@ -85,12 +86,12 @@ def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-u
         length=np.zeros(ranks, np.int64),
     )
     _set_up(prices, rules, state)
-    # What every rank would do next; decided again only where something it depends on has changed.
+    # The next op of every rank; it is decided again only if something that it depends on has changed.
     next_at, next_stage, next_kind = np.full(ranks, np.inf), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     decided = np.zeros(ranks, np.bool_)
     left = 2 * stages * micro_batches
     while left > 0:
-        # The rank whose next op starts first decides first: what others do later cannot arrive before.
+        # The rank whose next op starts first goes first: results of later ops cannot arrive before that.
         r = -1
         for k in range(ranks):
             if not decided[k]:
@@ -134,17 +135,17 @@ def _set_up(p, rules, state):  # type: ignore[no-untyped-def]
         for m in range(micro_batches):
             state.undone[r] += p.ms[F, s, m] + p.ms[I, s, m] + p.ms[W, s, m]
             if rules.recomputes[s]:
-                # What R brings back must always find its place.
+                # There must always be room for the activations that R restores.
                 state.room[r] = max(state.room[r], p.held[s, m] - p.kept[s, m])
 
 
 @njit
 def _decide(p, rules, state, r, capacity):  # type: ignore[no-untyped-def]
-    """When rank r can run something next, the stage (-1 for a W) and the kind of the op; infinite if it can run
-    nothing."""
+    """Return the start time, the stage (-1 for a W) and the kind of the next op of rank r; the time is infinite if the
+    rank cannot run any op."""
     key, at, s_of, k_of = np.inf, np.inf, -1, -1
     for turn in range(2):
-        # First when the earliest op may start, then which op has the smallest key among those not much later.
+        # Turn 0 finds the earliest start; turn 1 the smallest key among the ops that start at most wait_ms later.
         for place in range(state.first[r], state.first[r + 1]):
             s = state.listed[place]
             for row in range(2):
@@ -171,8 +172,8 @@ def _decide(p, rules, state, r, capacity):  # type: ignore[no-untyped-def]
 
 @njit
 def _may_run(p, rules, state, row, s, m, r, capacity):  # type: ignore[no-untyped-def]
-    """Whether the input of the next F (row FOR_F) or I (row FOR_I) of a stage has arrived or is on its way, and its
-    activations fit."""
+    """Whether the next F (row FOR_F) or I (row FOR_I) of a stage can run: its input has arrived or is under way, its
+    activations fit, if necessary after pending W have run, and the limit of micro-batches in flight holds."""
     if m >= state.arrived.shape[2] or state.arrived[row, s, m] == np.inf:
         return False
     used, waits = state.used[r], state.queue[0, r] < state.queue[1, r]
@@ -188,12 +189,12 @@ def _may_run(p, rules, state, row, s, m, r, capacity):  # type: ignore[no-untype
 
 @njit
 def _run(p, rules, state, kind, s, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
-    """Run the next F or I of a stage, after the W that must release memory and the R that it needs; returns the rank
-    that receives its result, or STUCK or TOO_SLOW."""
+    """Run the next F or I of a stage, after the W that must release memory first and the R that it needs; return the
+    rank that receives its result, or STUCK or TOO_SLOW."""
     r, row = p.rank[s], FOR_F if kind == F else FOR_I
     m, n = state.done[row, s], state.length[r]
     again = rules.recomputes[s]
-    # A recomputing stage keeps everything where its I follows its F at once.
+    # A recomputing stage needs no R if its I directly follows its F.
     apart = n > 0 and not (out[r, n - 1, 0] == s and out[r, n - 1, 1] == F and out[r, n - 1, 2] == m)
     if kind == F:
         takes, reserve = p.kept[s, m] if again else p.held[s, m], state.room[r]
@@ -237,7 +238,7 @@ def _run(p, rules, state, kind, s, capacity, cutoff_ms, out):  # type: ignore[no
 
 @njit
 def _stashed(p, state, r):  # type: ignore[no-untyped-def]
-    """The bytes that the waiting weight gradients of a rank would release."""
+    """Return the bytes that the pending W of a rank would release."""
     total = 0.0
     for k in range(state.queue[0, r], state.queue[1, r]):
         total += p.stash[state.waiting[r, k, 0], state.waiting[r, k, 1]]

@@ -54,7 +54,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A state that runs and fits, with its simulation."""
+    """A state that runs without deadlock and fits, with its simulation."""
 
     state: State
     plan: Plan
@@ -66,7 +66,7 @@ class Candidate:
 
     @cached_property
     def without_imbalance_ms(self) -> float:
-        """The step time minus what balancing the ranks could gain, by which placement moves are judged."""
+        """The step time minus what balancing the ranks could gain; placement moves are compared by it."""
         return self.step_ms - excess_ms(self.timeline.busy_ms)
 
 
@@ -75,25 +75,25 @@ class TooSlow(Exception):
 
 
 def excess_ms(loads_ms: Floats) -> float:
-    """How much more work the busiest rank has than the mean."""
+    """Return how much more work the busiest rank has than the mean rank."""
     return float(loads_ms.max() - loads_ms.mean())
 
 
 class Evaluator:
-    """Evaluates the states of one setting."""
+    """Prices, times and simulates states for given costs, ranks and micro-batches."""
 
     def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int, settings: Settings = SETTINGS) -> None:
         self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
         self.settings = settings
         self.max_stages = min(costs.num_layers, max(settings.most_stages * num_ranks, 24))
-        # As much slack as the simulator has: rounding of sums.
+        # The same tolerance for rounded sums as in the simulator.
         self.capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)]) * (1 + 1e-12)
         self.has_limit = bool(np.isfinite(self.capacity).any())
         self.slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
         sizes = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor[:num_micro_batches].sum(axis=0)
         count = num_micro_batches if costs.micro_batch_factor is None else 1
         self.layer_ms = np.asarray(costs.layer_ms * sizes * count)
-        """Work of every layer in a step on a rank of speed 1."""
+        """[layer]: work in a step, in milliseconds on a rank without slowdown."""
         self.work = _sums(self.layer_ms)
         self.forward_ms = np.asarray(costs.forward_ms * sizes * count)
         self._last = np.zeros(num_ranks)
@@ -112,7 +112,7 @@ class Evaluator:
     # -- plans and states ------------------------------------------------------------------------------
 
     def state(self, plan: Plan) -> State:
-        """Any plan that has been checked, represented exactly."""
+        """Return the exact representation of a plan; the plan must have passed its check."""
         t = plan.table()
         ops = np.stack([t.stage, t.kind.astype(np.int32), t.micro_batch], axis=1).astype(np.int32)
         return State(
@@ -139,7 +139,7 @@ class Evaluator:
     def price(
         self, stages: tuple[Stage, ...], routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...]
     ) -> Prices:
-        """The costs of all stages at once, as the functions of `price.py` compute them."""
+        """Return the costs of all stages, equal to those of the functions in `plans/price.py`."""
         bare = self._bare(stages, routes, route_of)
         first, stop = np.array([s.first for s in stages]), np.array([s.stop for s in stages])
         rank = np.array([s.rank for s in stages], np.int32)
@@ -168,7 +168,7 @@ class Evaluator:
         )  # fmt: skip
 
     def _hops(self, source: Ints, target: Ints, layer: NDArray[np.int64]) -> Floats:
-        """The transfer times of these layers' outputs between these ranks, [stage, micro_batch]."""
+        """Return the transfer times of these layers' outputs between these ranks, [hop, micro_batch]."""
         apart = (source != target)[:, None]
         latency, per_byte = self.latency[source, target][:, None], self.per_byte[source, target][:, None]
         return np.where(apart, latency + self.boundary[:, layer].T * per_byte, 0.0)
@@ -176,23 +176,24 @@ class Evaluator:
     # -- judging ---------------------------------------------------------------------------------------
 
     def time(self, st: State) -> tuple[float, int, Floats]:
-        """The step time (without reductions; infinite on a deadlock), the first op that exceeds memory or -1, and the
-        start times."""
+        """Return the step time (without gradient reductions; infinite on a deadlock), the first op that exceeds memory
+        (or -1), and the start times of all ops."""
         p, start = st.prices, np.zeros(st.ops.shape[0])
         makespan, over = replay(p, st.offsets, st.ops, self.capacity, start, self._last)
         return (float((self._last + p.update_ms).max()) if makespan >= 0 else np.inf), int(over), start
 
     def judge(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
-        """The step time of the state, with W moved forward if memory is short; infinite if it exceeds the cutoff, does
-        not fit or deadlocks."""
+        """Return the step time and the state, with W advanced if memory is short. The time is infinite if it reaches
+        the cutoff or if the state does not fit or deadlocks."""
         ms, over, _ = self.time(st)
         if ms >= cutoff_ms:
             return np.inf, st
         return (ms, st) if over < 0 else self.advance_weights(st, cutoff_ms)
 
     def advance_weights(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
-        """The paper's selective advance of W: until no peak exceeds memory, a W is moved before the op that exceeds it.
-        One that costs no time is preferred, otherwise the earliest."""
+        """Apply the paper's selective advance of W: until no op exceeds memory, move a W before the first op that does.
+        A W whose advance costs no time is preferred; otherwise it is the first one that follows. Returns as `judge`
+        does."""
         for _ in range(st.ops.shape[0]):
             ms, over, _ = self.time(st)
             if ms >= cutoff_ms:
@@ -213,17 +214,17 @@ class Evaluator:
         return np.inf, st
 
     def _weights_after(self, st: State, at: int) -> list[int]:
-        """The W after op `at` on its rank whose I precedes the op."""
+        """Return the W that run after op `at` on its rank and whose I runs before it."""
         end = int(st.offsets[np.searchsorted(st.offsets, at, side="right")])
         begin = int(st.offsets[np.searchsorted(st.offsets, at, side="right") - 1])
         ran = {(s, m) for s, k, m in st.ops[begin:at].tolist() if k == I}
         return [at + 1 + j for j, (s, k, m) in enumerate(st.ops[at + 1 : end].tolist()) if k == W and (s, m) in ran]
 
     def view(self, st: State) -> Candidate | None:
-        """The state as a candidate, simulated; None if it does not run or fit.
+        """Return the state as a simulated candidate; None if it deadlocks or does not fit.
 
-        The fast evaluation leaves out the buffers of transfers. If they do not fit in addition, W are moved forward as
-        if the rank had that much less memory.
+        The fast evaluation ignores transfer buffers. If these make a rank exceed its memory, W are advanced as if the
+        rank had that much less memory.
         """
         capacity = self.capacity
         try:
@@ -244,18 +245,18 @@ class Evaluator:
     # -- changing structures ---------------------------------------------------------------------------
 
     def restaged(self, st: State, stages: tuple[Stage, ...]) -> State:
-        """The orders with other stages of the same number, with new costs."""
+        """Return the state with other stages, as many as before, and the same orders."""
         return recomputing(replace(st, stages=stages, prices=self.price(stages, st.routes, st.route_of)))
 
     def arranged(
         self, st: State, keys: Floats, *, flight: int | None = None, wait_ms: float = 0.0, overrun: float = 1.0,
         cutoff_ms: float = np.inf,
     ) -> State | None:  # fmt: skip
-        """The chain with orders built by list scheduling with these keys [F or I, stage, micro_batch]; None if the
+        """Return the chain with orders from list scheduling by these keys [F or I, stage, micro_batch]; None if the
         scheduler gets stuck. Raises TooSlow if the step would take longer than the cutoff."""
         p, most = st.prices, self.num_micro_batches
         again = np.array([bool(s.recompute) for s in st.stages])
-        # The busiest rank's F, R, I and W.
+        # F, R, I and W of the rank with the most stages.
         size = 4 * int(np.bincount(p.rank).max()) * most
         out = np.zeros((self.num_ranks, size, 3), np.int32)
         rules = Rules(np.ascontiguousarray(keys), most if flight is None else flight, wait_ms, overrun, again)
@@ -283,7 +284,7 @@ def _sums(values: Floats) -> Floats:
 
 
 def shifted(st: State, x: int, to: int) -> State:
-    """The state with op number x moved to position `to` of the same rank."""
+    """Return the state with op number x moved to position `to`, which belongs to the same rank."""
     ops = st.ops.copy()
     row = ops[x].copy()
     if to < x:
@@ -295,8 +296,8 @@ def shifted(st: State, x: int, to: int) -> State:
 
 
 def recomputing(st: State) -> State:
-    """The state in which every recomputing stage has its R (added directly before the backward if it is missing), and
-    no other stage has one."""
+    """Add a missing R of a recomputing stage directly before its backward, unless that directly follows its F, and
+    remove the R of other stages."""
     again = [bool(s.recompute) for s in st.stages]
     if not any(again) and not (st.ops[:, 1] == R).any():
         return st

@@ -21,14 +21,14 @@ from octopipe.search.algorithm1.structure import recomputed, stages_of
 
 
 def migrations(evaluator: Evaluator, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Migrations of layers, those that balance the ranks best first."""
+    """Yield migrations of layers with their names: coarse ones first, then those that balance the ranks best."""
     n, settings = len(st.stages), evaluator.settings
     slides = Slides(evaluator, st)
     if n < 2 or slides.change.shape[0] == 0:
         return
     load = evaluator.loads(st.stages) + arrivals(evaluator, st)
     single = _unevenness(load + slides.change, settings.spread)
-    # Equal slides in another order for another seed.
+    # Slides of equal value are sorted at random, so that the seed matters.
     leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[: settings.paired]
     pair = _unevenness(load + slides.change[leaders][:, None, :] + slides.change[None, :, :], settings.spread)
     pair[slides.touching(leaders)] = np.inf
@@ -44,7 +44,7 @@ def migrations(evaluator: Evaluator, st: State, lot: random.Random) -> Iterator[
 
 
 def arrivals(evaluator: Evaluator, st: State) -> Floats:
-    """When the first micro-batch can reach every rank (0 for ranks without stages)."""
+    """Return the time at which the first micro-batch can reach every rank (0 for ranks without stages)."""
     at, reached = 0.0, np.full(evaluator.num_ranks, np.inf)
     for s, stage in enumerate(st.stages):
         reached[stage.rank] = min(reached[stage.rank], at)
@@ -53,12 +53,13 @@ def arrivals(evaluator: Evaluator, st: State) -> Floats:
 
 
 def _unevenness(load: Floats, spread: float) -> Floats:
-    """The load of the busiest rank, plus a small weight of the spread of the others."""
+    """Return the largest load plus `spread` times the standard deviation of all loads."""
     return np.asarray(load.max(axis=-1) + spread * load.std(axis=-1))
 
 
 def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, State]]:
-    """Move half of the excess work of the busiest rank to the least busy one, between the nearest of their stages."""
+    """Return migrations of several layers at once, which move half of the difference in load from the busiest rank to
+    the least busy one, between the nearest of their stages."""
     rank = st.prices.rank
     busiest, least = int(np.argmax(load)), int(np.argmin(load))
     count = round(float(load[busiest] - load[least]) / 2 / max(float(evaluator.layer_ms.mean()), 1e-12))
@@ -74,7 +75,8 @@ def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, St
 
 
 def slide(evaluator: Evaluator, st: State, giver: int, taker: int, count: int) -> State | None:
-    """`count` layers leave stage `giver` and as many enter stage `taker`; None if the giver would become empty."""
+    """Return the state in which stage `giver` has lost `count` layers and stage `taker` has gained as many; None if the
+    giver would become empty."""
     if st.stages[giver].num_layers <= count:
         return None
     bounds = np.array(st.bounds)
@@ -91,7 +93,8 @@ def rebounded(evaluator: Evaluator, st: State, bounds: np.ndarray) -> State:
 
 
 class Slides:
-    """Every run of neighbouring boundaries that can slide by one layer, and how that changes the ranks' loads."""
+    """All runs of neighbouring stage boundaries that can be shifted by one layer, and how that changes the ranks'
+    loads."""
 
     def __init__(self, evaluator: Evaluator, st: State) -> None:
         n = len(st.stages)
@@ -117,7 +120,7 @@ class Slides:
         self.change = np.array(changes).reshape(-1, evaluator.num_ranks)
 
     def touching(self, some: np.ndarray) -> np.ndarray:
-        """[some, all]: the two slides share a stage."""
+        """Return a boolean matrix [some, all]: whether two slides change a common stage."""
         a, e = self.runs[:, 0], self.runs[:, 1]
         return np.asarray((a[some][:, None] <= e[None, :] + 1) & (a[None, :] <= e[some][:, None] + 1))
 

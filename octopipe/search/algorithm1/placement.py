@@ -7,8 +7,8 @@ exchanging. Does not know: phases.
   the finest), each on another rank. Finer stages reach the ranks earlier and leave them later: boundary bubbles shrink.
 - Exchange: of two ranks with comparable work the one with the longer bubbles gives a layer for a heavier one.
 
-The order follows its layers (`structure.retimed`). If the schedule phase is enabled, the order is also derived again
-from the same times by list scheduling, and for dispersions of all stages from a few simple rules.
+The order is carried over by the times at which the layers ran (`structure.retimed`). If the schedule phase is enabled,
+orders are also derived by list scheduling from the same times and, for dispersions of all stages, from simple rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from octopipe.search.algorithm1.structure import (
 
 
 def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:
-    """Dispersions and exchanges; those that involve long stages and long bubbles are drawn first."""
+    """Yield dispersions and exchanges with their names. They are drawn at random; long stages and ranks with long
+    bubbles are more likely. `derive`: also yield orders from list scheduling."""
     if evaluator.num_ranks < 2 or not now.state.chain:
         return
     starts = layer_times(evaluator, now.state, now.timeline.spans.start_ms)
@@ -63,7 +64,7 @@ def _dispersions(evaluator: Evaluator, now: Candidate, lot: random.Random) -> It
         s = lot.choices(many, load)[0]
         stage = stages[s]
         ways = min(lot.choice((2, 2, 3, 4, ranks)), stage.num_layers, ranks)
-        # The pieces go round the ranks from a drawn one on, or the first stays where it is.
+        # The pieces go around the ranks, starting at the present rank or at a random one.
         begin = stage.rank if lot.random() < 0.5 else lot.randrange(ranks)
         step = lot.choice((1, -1)) if ways > 2 else lot.randrange(1, ranks)
         homes = [(begin + step * k) % ranks for k in range(ways)]
@@ -83,7 +84,8 @@ def disperse(evaluator: Evaluator, stages: tuple[Stage, ...], stage: int, homes:
 
 
 def _refinements(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
-    """Every stage dispersed: its pieces follow each other around the ranks, or up and down again."""
+    """Yield dispersions of all stages at once: the pieces are placed round robin over the ranks, or up and down
+    again."""
     stages, ranks = now.state.stages, evaluator.num_ranks
     ways = [(k, wave) for k in (1, 2, 3) if len(stages) * k <= evaluator.max_stages for wave in (False, True)]
     for more, wave in lot.sample(ways, min(len(ways), evaluator.settings.refinements)):
@@ -97,8 +99,8 @@ def _refinements(evaluator: Evaluator, now: Candidate, lot: random.Random) -> It
 
 
 def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
-    """Exchange a layer of a rank with long bubbles for a longer layer of a rank that works as much and has shorter
-    bubbles."""
+    """Yield exchanges of a layer of a rank with long bubbles for a longer layer of a rank that has a similar amount of
+    work and shorter bubbles."""
     stages, work = now.state.stages, evaluator.layer_ms
     homes, busy, bubbles = homes_of(stages), now.timeline.busy_ms, now.timeline.bubbles
     idle = bubbles.boundary_ms + bubbles.residual_ms + bubbles.communication_ms
@@ -110,7 +112,7 @@ def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iter
                 continue
             light = [k for k, home in enumerate(homes) if home == a]
             heavy = [k for k, home in enumerate(homes) if home == b]
-            # A layer from the middle of a stage cuts it in three; those at its ends come first.
+            # Exchanging a layer in the middle of a stage cuts the stage in three, so layers at the ends are preferred.
             pairs += [
                 (float(idle[a] - idle[b]) * (2.0 if i in edges and j in edges else 1.0), i, j)
                 for i in light for j in heavy if work[j] > work[i]
@@ -131,7 +133,7 @@ def _exchanges(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iter
 def balanced_stages(
     evaluator: Evaluator, num_stages: int, wave: bool, again: bool, need: np.ndarray
 ) -> tuple[Stage, ...]:
-    """Stages of about equal `need` (work or bytes per layer) around the ranks, with which a search can begin."""
+    """Return initial stages with about equal sums of `need` (work or bytes per layer), placed by `place`."""
     bounds = even_cuts(need, 0, evaluator.costs.num_layers, num_stages)
     layers = set(range(evaluator.costs.num_layers)) if again else set()
     return stages_of(bounds, place(num_stages, evaluator.num_ranks, wave), layers)

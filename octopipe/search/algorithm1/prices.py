@@ -20,25 +20,26 @@ class Prices(NamedTuple):
     ms: Floats
     """[kind, stage, micro_batch]"""
     forward_ms: Floats
-    """The transfer of what F hands to the next stage."""
+    """Transfer time of the output of F to the next stage."""
     gradient_ms: Floats
-    """The transfer of what I hands to the stage before."""
+    """Transfer time of the gradient that I sends to the previous stage."""
     kept: Floats
-    """Bytes that F leaves where the stage recomputes."""
+    """Bytes that a forward leaves in memory if the stage recomputes."""
     held: Floats
-    """Bytes that F leaves where it does not, and that R brings back."""
+    """Bytes of all activations, which a forward leaves in memory if the stage does not recompute, and R restores."""
     stash: Floats
-    """Bytes that stay from I until W."""
+    """Bytes that stay in memory from I until W."""
     work: Floats
     """[stage]: workspace of an op."""
     static: Floats
-    """[rank]: weights and whatever else stays."""
+    """[rank]: bytes of weights and everything else that is held during the whole step."""
     rank: Ints
-    """[stage]"""
+    """[stage]: rank of the stage."""
     before: Ints
-    """[route, stage]: the stage before it on a route, or -1."""
+    """[route, stage]: the previous stage on the route, or -1."""
     after: Ints
+    """[route, stage]: the next stage on the route, or -1."""
     route: Ints
-    """[micro_batch]"""
+    """[micro_batch]: number of its route."""
     update_ms: Floats
-    """[rank]: the optimizer after its last op."""
+    """[rank]: time of the optimizer, which follows the last op."""

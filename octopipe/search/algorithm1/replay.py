@@ -1,7 +1,7 @@
 """Compiled timing of given orders.
 
-Knows: how to time given orders under directed channels, as the simulator does (`simulation/timing.py` has the rule),
-and how to track every rank's memory meanwhile (without transfer buffers). Does not know: plans, phases or moves.
+Knows: how to time given orders under directed channels by the simulator's rule (`simulation/timing.py`), and how to
+track the memory of every rank (without transfer buffers). Does not know: plans, phases or moves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DEADLOCK = -1.0
 
 @njit
 def replay(prices, offsets, ops, capacity, start, last):  # type: ignore[no-untyped-def]
-    """Fill `start` (per op) and `last` (end per rank); returns the makespan and the first op that exceeds memory, or
-    -1.
+    """Fill `start` (start time of every op) and `last` (end time of every rank); return the makespan and the first op
+    that exceeds memory, or -1.
 
-    `ops` has one row (stage, kind, micro_batch) per op, rank after rank. The makespan is DEADLOCK if an op precedes
-    something that it needs.
+    `ops` has one row (stage, kind, micro_batch) per op, rank after rank. The makespan is DEADLOCK if the ops wait for
+    each other.
     """
     p = prices
     ranks = offsets.size - 1
@@ -67,7 +67,7 @@ def replay(prices, offsets, ops, capacity, start, last):  # type: ignore[no-unty
 
 @njit
 def _taken(p, kind, s, m, drops):  # type: ignore[no-untyped-def]
-    """Bytes that an op takes when it starts."""
+    """Return the bytes that an op allocates at its start."""
     if kind == F:
         return p.kept[s, m] if drops else p.held[s, m]
     return p.held[s, m] - p.kept[s, m] if kind == R else 0.0
@@ -75,7 +75,7 @@ def _taken(p, kind, s, m, drops):  # type: ignore[no-untyped-def]
 
 @njit
 def _freed(p, kind, s, m):  # type: ignore[no-untyped-def]
-    """Bytes that an op gives back when it ends."""
+    """Return the bytes that an op releases at its end."""
     if kind == I:
         return p.held[s, m] - p.stash[s, m]
     if kind == B:

@@ -8,8 +8,9 @@ know: phases. `Evaluator.advance_weights` advances a W where memory is short.
 2. Where a rank waits for a transfer, a later op that is ready is moved into the gap, and the producers of the rank's
    next ops are advanced, so that one of them can run meanwhile (overlap-aware insertion).
 3. A W that delays other ops is moved to a later bubble of its rank, or to the end (delay of W).
-4. All of these at once: the order is derived again with F and I as early as possible and W in the gaps.
-Every advance is evaluated twice: as it is, and with the rest of the order derived again.
+4. All of these at once: the whole order is derived by list scheduling, with F and I as early as possible and W in gaps.
+Every advance is evaluated twice: with the other ops unchanged, and with the rest of the order derived by list
+scheduling.
 
 Under a memory limit, if recomputation is allowed, this phase also decides what is recomputed, because that determines
 which orders fit.
@@ -30,7 +31,8 @@ _TINY = 1e-6
 
 
 def moves(evaluator: Evaluator, now: Candidate, lot: random.Random, recompute: bool) -> Iterator[tuple[str, State]]:
-    """Advances, insertions, delays and whole orders, chosen by the bubbles of the current timeline."""
+    """Yield advances, insertions, delays and whole orders with their names, chosen by the bubbles of the timeline. For
+    a chain, also changes of the recomputed layers if `recompute` is True and memory is limited."""
     seen, settings = _Waits(evaluator, now), evaluator.settings
     critical = seen.delays(int(np.argmax(now.timeline.spans.end_ms)))
     bubbles = seen.longest_bubbles()
@@ -55,7 +57,8 @@ def _some(pairs: list[tuple[int, int]], most: int, lot: random.Random) -> list[t
 
 
 def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Whole orders: the present times or a rule's keys as priorities, with other values of patience."""
+    """Yield whole orders from list scheduling: with the present start times or a rule's keys as priorities, and random
+    values of `wait_ms` and `overrun`."""
     keys = keys_of(now.state, now.timeline.spans.start_ms)
     rules = list(rule_keys(evaluator, now.state.stages))
     longest = float(now.state.prices.ms.max())
@@ -65,7 +68,7 @@ def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterato
         if kind == 1:
             name, base = "derive the order from a rule", lot.choice(rules)
         elif kind == 2:
-            # Gradients a little sooner or later against forwards.
+            # Shift the priorities of gradients against those of forwards.
             name, base = "shift I against F", keys + np.array([0.0, lot.gauss(0.0, 2.0 * longest)])[:, None, None]
         wait, overrun = lot.choice((0.0, 0.0, 0.1, 0.3)) * longest, lot.choice((1.0, 1.0, 0.5, 0.0))
         yield from (
@@ -75,7 +78,7 @@ def _orders(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterato
 
 
 def _recomputations(evaluator: Evaluator, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Layers that drop their activations, or keep them again; with the present order, and with an order built anew."""
+    """Yield changes of the recomputed layers, each with the present order and with orders from list scheduling."""
     st, layers = now.state, evaluator.costs.num_layers
     again = recomputed(st.stages)
     keys = keys_of(st, now.timeline.spans.start_ms)
@@ -112,12 +115,13 @@ class _Waits:
         own = np.where(self.preds >= 0, spans.end_ms[self.preds], 0.0)
         local = (self.preds >= 0) & (spans.rank[self.preds] == spans.rank[:, None])
         self.ready = np.where(local, own, 0.0).max(axis=1)
-        """When everything an op needs was there."""
+        """[op]: when all inputs of the op had arrived."""
         np.maximum.at(self.ready, transfers.consumer, transfers.end_ms)
 
     def delays(self, span: int) -> list[tuple[int, int]]:
-        """Pairs (x, y): on the way back from `span`, x was ready when its rank began y, and had to wait for y. Also
-        with the first y that x could have preceded."""
+        """Trace back what op `span` waited for and return pairs (x, y): x was ready when its rank started y, the op
+        before it, and so had to wait for y. A second pair names the first op that x could have preceded, if that is not
+        y."""
         out: list[tuple[int, int]] = []
         node, binding, s = span, self.timeline.binding, self.spans
         for _ in range(self.evaluator.settings.depth * 8):
@@ -134,7 +138,8 @@ class _Waits:
         return out
 
     def _earliest(self, x: int) -> int:
-        """The first position on its rank at which x could have run without waiting."""
+        """Return the earliest position in the order of its rank at which x would not have had to wait for its
+        inputs."""
         s, y = self.spans, x
         while (
             y > 0
@@ -146,7 +151,7 @@ class _Waits:
         return y
 
     def longest_bubbles(self) -> list[int]:
-        """The ops that end the longest idle intervals within the ranks' work."""
+        """Return the ops that follow the longest idle intervals between two ops of a rank."""
         s = self.spans
         same = np.concatenate(([False], s.rank[1:] == s.rank[:-1]))
         gap = np.where(same, s.start_ms - np.concatenate(([0.0], s.end_ms[:-1])), 0.0)
@@ -154,7 +159,8 @@ class _Waits:
         return [int(x) for x in longest if gap[x] > _TINY]
 
     def fillers(self, span: int) -> list[tuple[int, int]]:
-        """Ops that are ready for the gap before `span`, and delays of the producers of those that are not ready."""
+        """Return pairs (x, y), x to be moved before y, that may fill the gap before `span`: later ops of the rank that
+        are ready when the gap begins, and delays of the ops on other ranks that the next ops wait for."""
         s = self.spans
         begins = float(s.end_ms[span - 1])
         out: list[tuple[int, int]] = []
@@ -172,7 +178,8 @@ class _Waits:
         return out
 
     def late_places(self, critical: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Pairs (w, y): a W that the last op waited for can run after y, before a bubble of its rank or at the end."""
+        """Return pairs (w, y): the W of a critical delay can be moved behind y, where a later bubble of its rank
+        begins, or to the end of the rank's order."""
         s = self.spans
         out = []
         for _, w in critical:
@@ -184,10 +191,11 @@ class _Waits:
         return list(dict.fromkeys(out))
 
     def both(self, name: str, x: int, y: int) -> Iterator[tuple[str, State]]:
-        """x moved before y: with the order otherwise unchanged, and with an order built anew around that."""
+        """Yield the states in which x runs before y: with the other ops unchanged, and in orders from list scheduling
+        in which x has a smaller key than y."""
         moved = shifted(self.state, x, y)
         if self.spans.kind[x] == I and x > 0 and self.spans.kind[x - 1] == R:
-            # What is recomputed for x goes with it.
+            # The R of x is moved with it.
             moved = shifted(shifted(self.state, x, y), x, y)
         yield name, moved
         if not self.state.chain or self.spans.kind[x] not in (F, I) or self.spans.kind[y] not in (F, I):

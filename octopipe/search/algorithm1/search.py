@@ -5,7 +5,7 @@ Each iteration reads the current plan's bubbles and tunes one phase:
 - else boundary bubbles exceed residual bubbles: placement (placement.py);
 - else: schedule (schedule.py).
 
-An iteration evaluates a few moves of its phase and applies the best one; in the partition phase it evaluates one
+An iteration evaluates a few moves of its phase and applies the best one; in the partition phase it applies one
 migration, as the paper's iteration counts (Table IV) show. The paper leaves some points open; our interpretation:
 - idle times are per step, so the layer's time is that of all micro-batches (no migration can shift less);
 - if a phase finds no improvement, the next phase takes over until the plan changes;
@@ -73,7 +73,7 @@ class IterativeSearch:
         systems: bool = True,
         settings: Settings = SETTINGS,
     ) -> None:
-        """`systems`: begin again from published plans when the first start is given up."""
+        """`systems`: restart from published plans when 1F1B is given up. `start`: the only start, if given."""
         self.began = time.monotonic()
         unknown = [p for p in phases if p not in PHASES]
         if unknown or not phases:
@@ -92,7 +92,7 @@ class IterativeSearch:
         self.built: dict[str, float] = {}
         self.iteration = 0
         self.spent: set[str] = set()
-        """Phases that found nothing better for the current plan."""
+        """Phases that found no improvement of the current plan."""
         self.best: Candidate | None = None
         self.stopped = False
         self.reported = -np.inf
@@ -101,18 +101,20 @@ class IterativeSearch:
         return time.monotonic() - self.began
 
     def share(self) -> float:
-        """The share of the budget that is used: of its iterations if they are counted, otherwise of its time."""
+        """Return the share of the budget that is used: of the iterations if their number is limited, otherwise of the
+        time."""
         if self.most is None:
             return self.elapsed() / self.budget_s if self.budget_s > 0 else 1.0
         return self.iteration / self.most if self.most > 0 else 1.0
 
     def late(self) -> bool:
-        """Whether the time is over; never if iterations are counted, because their result must not depend on a
-        clock."""
+        """Whether the time is over; always False if the number of iterations is limited, because the result must then
+        not depend on the clock."""
         return self.most is None and self.elapsed() >= self.budget_s
 
     def choose(self, now: Candidate) -> str:
-        """The phase that the rule selects, or the next one that is switched on and has not failed on this plan."""
+        """Return the phase that the rule selects or, if it is disabled or found no improvement of this plan, the next
+        one."""
         wanted = bubble_phase(now.timeline, self.least_layer_ms)
         at = PHASES.index(wanted)
         turn = [p for k in range(len(PHASES)) if (p := PHASES[(at + k) % len(PHASES)]) in self.phases]
@@ -127,7 +129,7 @@ class IterativeSearch:
             for number, (name, start) in enumerate(starts):
                 if number and self._over():
                     break
-                # What one start leaves of its share goes to the next ones.
+                # Budget that a start does not use is divided among the following ones.
                 self._from(name, start, self.share() + (1.0 - self.share()) / (len(starts) - number))
         except KeyboardInterrupt:
             interrupted = True
@@ -145,7 +147,7 @@ class IterativeSearch:
         )
 
     def _starts(self) -> list[tuple[str, Candidate]]:
-        """Plans that fit, in the order in which the search begins from them."""
+        """Return the initial plans with their names, in the order in which they are used; all of them fit."""
         if self.start is not None:
             return [("start", self._given(self.start))]
         first = one_f_one_b(self.evaluator)
@@ -159,7 +161,7 @@ class IterativeSearch:
     def _given(self, plan: Plan) -> Candidate:
         timeline = simulate(plan, self.evaluator.costs)
         if not timeline.fits:
-            # Advancing W may be all it lacks; else something else that fits is better than nothing.
+            # Advancing W may make it fit; otherwise the search starts from another plan that fits.
             return self.evaluator.view(self.evaluator.state(plan)) or something_that_fits(
                 self.evaluator, self.may_recompute
             )
@@ -215,17 +217,17 @@ class IterativeSearch:
                     here, stale = then, 0
                     self._keep(then)
             self.log.append(Step(self.iteration, self.elapsed(), phase, move, before, now.step_ms, self.best.step_ms))
-            # Iterations that mend the plan step by step are not lost ones.
+            # Iterations that improve the current plan step by step do not count as lost.
             away = 0 if now is here else away + (then is None or phase == "placement")
             if now is here:
                 spent_here = set(self.spent)
             elif len(self.spent) == len(self.phases) or away >= self.settings.returns:
-                # Only placement leads away from the best plan; this time to nothing.
+                # Only placement leads away from the best plan, and this time it led to no better one.
                 now, away = here, 0
                 spent_here.add("placement")
                 self.spent = set(spent_here)
             if len(self.spent & set(self.phases)) == len(self.phases):
-                # Placement and schedule judge drawn moves: another draw may find what this one did not.
+                # Placement and schedule draw their moves at random, so another attempt may succeed.
                 self.spent.clear()
                 if self.phases == ("partition",):
                     return
@@ -237,10 +239,11 @@ class IterativeSearch:
         return self.stopped or self.share() >= 1.0 or at_bound
 
     def _tune(self, phase: str, now: Candidate, here: Candidate) -> tuple[str, Candidate | None]:
-        """The result of the phase on the current plan, if it is better."""
+        """Return the name and the result of the best move of the phase; the result is None if no move is an
+        improvement. `here` is the best plan since the current start."""
         if phase == "partition":
             return self._migrate(now)
-        # A placement is judged as if its imbalance were mended already.
+        # A placement is evaluated as if its imbalance were removed already.
         placing, evaluator = phase == "placement", self.evaluator
         derive = "schedule" in self.phases
         limit = now.without_imbalance_ms if placing else now.step_ms
@@ -266,12 +269,13 @@ class IterativeSearch:
         return "nothing better", None
 
     def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
-        """The best of a few migrations, if it is better than none."""
+        """Return the name and the result of the best of a few migrations; the result is None if none is an
+        improvement."""
         evaluator, st, ms = self.evaluator, now.state, now.step_ms
         if not st.chain:
             return "nothing better", None
         chosen: tuple[str, State] | None = None
-        # Orders stay as they are; where the schedule phase is on they may also be derived anew from their times.
+        # Orders are kept; if the schedule phase is enabled, orders derived from their start times are tried too.
         keys = keys_of(st, now.timeline.spans.start_ms) if "schedule" in self.phases else None
         for move, moved in partition.migrations(evaluator, st, self.lot):
             for order in (moved, *(derived(evaluator, moved, keys, cutoff_ms=ms) if keys is not None else ())):

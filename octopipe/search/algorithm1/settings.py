@@ -1,4 +1,4 @@
-"""The numbers of Algorithm 1 that the paper leaves open, in one record.
+"""The numbers of Algorithm 1 that the paper does not give, in one record.
 
 Knows: how many candidates each policy may judge and when a search gives up. Does not know: what the policies do.
 """
@@ -15,51 +15,52 @@ class Settings:
     patience: int = 240
     """Iterations without a better plan after which a start is given up."""
     returns: int = 2
-    """Iterations away from the best plan that mend nothing, after which the search goes back to it."""
+    """Iterations without progress, since leaving the best plan, after which the search returns to it."""
     better: float = 1e-9
-    """Step times closer than this share are equal."""
+    """Step times that differ by less than this share count as equal."""
     most_stages: int = 8
-    """Stages a rank may hold on average."""
+    """Maximum number of stages per rank, on average."""
     migrations: int = 8
-    """Migrations judged in an iteration of the partition phase, the most even first."""
+    """Migrations evaluated in an iteration of the partition phase, those that balance the ranks best first."""
     reach: int = 6
-    """Stage boundaries that slide together."""
+    """Maximum number of neighbouring stage boundaries that are shifted together."""
     paired: int = 12
-    """Single migrations that are tried together with every other."""
+    """Number of single migrations, the best ones, that are also tried in pairs with every other one."""
     spread: float = 0.05
-    """Weight of the spread of all ranks' loads beside the largest one."""
+    """Weight of the standard deviation of the ranks' loads, added to the largest load."""
     dispersions: int = 4
-    """Stages dispersed in an iteration of the placement phase, each in a few ways."""
+    """Dispersions of single stages evaluated in an iteration of the placement phase."""
     refinements: int = 1
-    """Ways to disperse every stage at once that are judged in an iteration."""
+    """Dispersions of all stages at once evaluated in an iteration."""
     exchanges: int = 2
-    """Pairs of layers exchanged in an iteration."""
+    """Exchanges of two layers evaluated in an iteration."""
     comparable: float = 0.25
     """Ranks whose work differs by no more than this share of the mean are comparable."""
     placement_slack: float = 1.15
-    """No placement may slow the best plan by more than this, whatever balancing promises."""
+    """A placement may be slower than the best plan by at most this factor, even if balancing is expected to gain
+    more."""
     advances: int = 4
-    """Advances of F and I judged in an iteration of the schedule phase."""
+    """Advances of F and I evaluated in an iteration of the schedule phase."""
     insertions: int = 3
-    """Ops inserted into bubbles, judged in an iteration."""
+    """Insertions of ops into bubbles evaluated in an iteration."""
     delays: int = 2
-    """W moved to later bubbles, judged in an iteration."""
+    """Moves of a W to a later bubble evaluated in an iteration."""
     rules: int = 1
-    """Whole orders derived anew (F and I as early as may be, W into gaps), judged in an iteration."""
+    """Attempts per iteration to derive the whole order by list scheduling (F and I as early as possible, W in gaps)."""
     recomputations: int = 6
-    """Changes of what is recomputed, judged in an iteration under a memory limit."""
+    """Changes of the recomputed layers evaluated in an iteration, under a memory limit."""
     bubbles: int = 4
-    """Longest bubbles that are looked into."""
+    """Number of bubbles, the longest ones, from which moves are derived."""
     depth: int = 40
-    """Most delays followed back from one op."""
+    """Maximum number of delays that are traced back from one op."""
     advanced_weights: int = 6
-    """W's tried before the earliest is advanced anyway, where memory lacks."""
+    """If memory is short: how many W are tried for one that costs no time, before the earliest is advanced anyway."""
     repairs: int = 4
-    """Times the room left for transfers' buffers is widened before a plan counts as too large."""
+    """How often a plan is adapted to leave more memory for transfer buffers before it counts as too large."""
     systems_share: float = 0.4
     """Share of the budget for building published systems' plans."""
     restarts: int = 3
-    """Published plans that the search begins from again, the fastest first."""
+    """Number of published plans, the fastest ones, from which the search restarts."""
     report_every_s: float = 0.1
     """Least time between two reports of progress."""
 

@@ -1,4 +1,4 @@
-"""Where Algorithm 1 begins: 1F1B as in the paper, a user's plan, and the plans of published systems.
+"""Initial plans of Algorithm 1: 1F1B as in the paper, a user's plan, and the plans of published systems.
 
 Knows: how to find a first plan that fits. Does not know: phases.
 """
@@ -21,13 +21,13 @@ from octopipe.search.systems.registry import build_plan, systems
 from octopipe.simulation.simulator import simulate
 
 SLOW_SYSTEMS = frozenset({"tessel", "optpipe", "pipe-offload"})
-"""Systems whose own search takes longer than a start is worth, and one whose order is another one's."""
+"""Systems that are not used as starts: their own search takes too long, or they have the order of another system."""
 FIRST_SYSTEMS = ("1f1b", "mist", "zb-h1", "zb-v")
-"""Systems that are always built: quick, of every kind, and one that recomputes where memory lacks."""
+"""Systems that are always built: quick ones of each kind, and one that recomputes if memory is short."""
 EARLY_SYSTEMS = ("zb-h2", "dualpipe", "dualpipev", "v-half", "chimera", "dapple")
-"""Systems built next, while there is time."""
+"""Systems that are built next, as long as there is time."""
 LATE_SYSTEMS = ("hanayo", "interleaved", "breadth-first", "tessel-fast", "adapipe")
-"""Systems that take longest to build, built last."""
+"""Systems that are built last, because they take longest."""
 
 
 def published(
@@ -39,8 +39,8 @@ def published(
     recompute: bool = True,
     skip: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, Plan]]:
-    """Plans of published systems with a split backward; once a time of the monotonic clock has passed, only the first
-    few."""
+    """Yield names and plans of published systems, with a split backward. After the time `until` on the monotonic clock,
+    only those of `FIRST_SYSTEMS` are built."""
     known = (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *LATE_SYSTEMS)
     others = (n for n in systems() if n not in known)
     for name in (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *others, *LATE_SYSTEMS):
@@ -60,14 +60,14 @@ def one_f_one_b_plan(costs: CostTable, num_ranks: int, num_micro_batches: int) -
 
 
 def one_f_one_b(evaluator: Evaluator) -> Candidate | None:
-    """The paper's initial plan; None if it does not fit."""
+    """Return the paper's initial plan as a candidate; None if it does not fit."""
     plan = one_f_one_b_plan(evaluator.costs, evaluator.num_ranks, evaluator.num_micro_batches)
     return evaluator.view(evaluator.state(plan))
 
 
 def something_that_fits(evaluator: Evaluator, may_recompute: bool) -> Candidate:
-    """An initial plan for little memory: layers balanced by time or by bytes, fewer micro-batches in flight,
-    recomputation."""
+    """Return the fastest initial plan that fits if 1F1B does not: layers balanced by time or by bytes, with fewer
+    micro-batches in flight and, only if necessary, recomputation. Raises DoesNotFitError if none fits."""
     costs, ranks = evaluator.costs, evaluator.num_ranks
     one = one_f_one_b_plan(costs, ranks, evaluator.num_micro_batches)
     st = evaluator.state(one)

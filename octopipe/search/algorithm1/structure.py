@@ -1,7 +1,7 @@
-"""Structures of a chain: layers on ranks, and how an order is adapted when they change.
+"""Stages of a chain, and how an order is adapted when the stages change.
 
-Knows: how stages result from layers and their ranks, and how an order is transferred by the times at which its layers
-ran. Does not know: which change is an improvement.
+Knows: how stages result from layers and their ranks, and how an order is carried over to other stages by the times at
+which the layers ran. Does not know: which change is an improvement.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Keys = tuple[float, float, float, float, float]
 
 
 def recomputed(stages: Sequence[Stage]) -> set[int]:
-    """Layers whose activations are dropped; a layer keeps this property when it moves."""
+    """Return the layers that are recomputed; a layer keeps this property when it moves to another stage."""
     return {layer for s in stages for layer in s.recomputed_layers}
 
 
 def stages_of(bounds: Sequence[int], ranks: Sequence[int], again: set[int]) -> tuple[Stage, ...]:
-    """Stages between these bounds, which recompute the layers in `again`."""
+    """Return the stages between these bounds; they recompute the layers in `again`."""
     out = []
     for (first, stop), rank in zip(pairwise(bounds), ranks, strict=True):
         some = tuple(layer for layer in range(first, stop) if layer in again)
@@ -39,13 +39,14 @@ def homes_of(stages: Sequence[Stage]) -> list[int]:
 
 
 def stages_on(homes: Sequence[int], again: set[int], cuts: set[int] | None = None) -> tuple[Stage, ...]:
-    """One stage per run of layers on a rank, also cut at `cuts`."""
+    """Return one stage for each run of consecutive layers on the same rank; runs are also cut at `cuts`."""
     bounds = [0] + [k for k in range(1, len(homes)) if homes[k] != homes[k - 1] or (cuts and k in cuts)] + [len(homes)]
     return stages_of(bounds, [homes[k] for k in bounds[:-1]], again)
 
 
 def layer_times(evaluator: Evaluator, st: State, starts: Floats) -> Floats:
-    """The time at which the F, I and W of every layer ran: [F, I or W, layer, micro_batch]."""
+    """Return the start times of every layer's F, I and W within the ops: [F, I or W, layer, micro_batch]. W of all
+    layers of a stage start together."""
     at = np.zeros((3, evaluator.costs.num_layers, evaluator.num_micro_batches))
     stage, kind, batch = st.ops.T
     first, stop = np.array([s.first for s in st.stages]), np.array([s.stop for s in st.stages])
@@ -67,15 +68,15 @@ def layer_times(evaluator: Evaluator, st: State, starts: Floats) -> Floats:
 def retimed(evaluator: Evaluator, st: State, at: Floats, stages: tuple[Stage, ...]) -> tuple[State, Floats]:
     """The order carried over to other stages, and its keys [F or I, stage, micro_batch].
 
-    Every layer ran at some time in the old order (`at`, from layer_times); the op of a new stage is placed at the time
-    of its first layer (a W at that of its last). Times grow along everything that an op needs, so this cannot cause a
-    deadlock.
+    `at` are the times at which the layers ran in the old order (from layer_times). An F of a new stage is placed at the
+    time of its first layer, an I at that of its last layer, and a W at the latest time of its layers. Every op comes
+    later than all ops it depends on, so the new order cannot deadlock.
     """
     most = evaluator.num_micro_batches
     first, last = [s.first for s in stages], [s.stop - 1 for s in stages]
     weights = np.maximum.reduceat(at[2], first, axis=0)
     forward, inward = at[0, first], at[1, last]
-    # All ops at once: sorted by rank, then time; of equal times in the order of the chain.
+    # Sort all ops by rank, then time; equal times are sorted in the order of the chain.
     n = len(stages)
     stage, batch = (x.ravel() for x in np.meshgrid(np.arange(n), np.arange(most), indexing="ij"))
     rank = np.array([s.rank for s in stages])
@@ -105,7 +106,8 @@ def keys_of(st: State, starts: Floats) -> Floats:
 
 
 def rule_keys(evaluator: Evaluator, stages: Sequence[Stage]) -> Iterator[Floats]:
-    """Keys of simple rules: the micro-batch weighed against the position in the chain, gradients first or in turn."""
+    """Yield keys of simple rules, which weigh the number of a micro-batch against the position of the stage in the
+    chain and run gradients first or in turn with forwards."""
     r, most = float(evaluator.num_ranks), np.arange(evaluator.num_micro_batches)
     forward, inward = np.cumsum(evaluator.costs.forward_ms), np.cumsum(evaluator.costs.input_ms)
     ahead = np.array([forward[s.first] - evaluator.costs.forward_ms[s.first] for s in stages]) / max(forward[-1], 1e-12)
@@ -121,13 +123,13 @@ def rule_keys(evaluator: Evaluator, stages: Sequence[Stage]) -> Iterator[Floats]
 
 
 def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
-    """Ranks of the stages: around all ranks again and again, or up and down again."""
+    """Return the rank of every stage: round robin over all ranks, or up and down again with `wave`."""
     turns = [s % (2 * num_ranks) for s in range(num_stages)]
     return [r if r < num_ranks else (2 * num_ranks - 1 - r if wave else r - num_ranks) for r in turns]
 
 
 def even_cuts(work: Floats, first: int, stop: int, ways: int) -> list[int]:
-    """Bounds of `ways` pieces of about equal work of the layers first .. stop-1."""
+    """Return the bounds that divide the layers first .. stop-1 into `ways` pieces of about equal work."""
     total = np.concatenate(([0.0], np.cumsum(work[first:stop])))
     cuts = [first]
     for k in range(1, ways):
@@ -145,8 +147,9 @@ def derived(
     overrun: float = 1.0,
     cutoff_ms: float = np.inf,
 ) -> Iterator[State]:
-    """Orders of the chain from list scheduling; under a memory limit, also with fewer micro-batches in flight. Those
-    that would take longer than the cutoff are left out."""
+    """Yield up to two orders of the chain from list scheduling with these keys. Under a memory limit, decreasing
+    numbers of micro-batches in flight are tried. Orders that would take longer than the cutoff are not yielded, but
+    count."""
     most = evaluator.num_micro_batches
     flights = [most]
     if evaluator.has_limit:

@@ -15,27 +15,29 @@ import numpy as np
 from octopipe.costs.table import CostTable
 
 RESOLUTION = 1_000_000
-"""Time units in the serial time of a step."""
+"""Number of time units into which the serial time of a step is divided."""
 BYTES_RESOLUTION = 100_000
 
 
 @dataclass(slots=True)
 class Model:
-    """The variables from which a solution is read."""
+    """The CP-SAT model and the variables from which its solution is read."""
 
     model: Any
     start: dict[tuple[str, int, int], Any]
     """(kind, layer, micro-batch) -> when it starts."""
     on: list[list[Any]]
-    """[layer][rank]: the layer lies on the rank."""
+    """[layer][rank] -> whether the layer is on the rank."""
     drops: list[Any]
-    """[layer]: its activations are dropped and recomputed; empty where recomputation is not decided."""
+    """[layer] -> whether its activations are dropped and recomputed; empty if recomputation is not allowed or
+    needed."""
     again: dict[tuple[int, int], Any]
-    """(layer, micro-batch) -> whether it is run again."""
+    """(layer, micro-batch) -> whether the layer's forward runs again (R)."""
     full: dict[tuple[int, int], Any]
-    """(layer, micro-batch) -> from when all activations are there: the start of F, or of R."""
+    """(layer, micro-batch) -> the time from which all activations take memory: the start of F, or of R if there is
+    one."""
     joined: list[Any]
-    """[layer]: it is one stage with the layer before."""
+    """[layer] -> whether it forms one stage with the layer before it."""
 
 
 class OutOfTime(Exception):
@@ -45,7 +47,8 @@ class OutOfTime(Exception):
 def state_problem(
     cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, deadline: float, decides: bool
 ) -> Model:
-    """State the whole problem."""
+    """State the whole problem to CP-SAT. `decides`: whether the solver decides what is recomputed. Raises OutOfTime
+    after the deadline."""
     model = cp.CpModel()
     layers, horizon = costs.num_layers, RESOLUTION
     on = [[model.new_bool_var("") for _ in range(ranks)] for _ in range(layers)]
@@ -82,7 +85,8 @@ def state_problem(
             model.add(start["W", layer, m] >= end["I", layer, m])
             model.add(start["I", layer, m] >= end["F", layer, m])
             if alike and m > 0:
-                # Beside recomputation one micro-batch may overtake others: only their names are free then.
+                # With recomputation, one micro-batch may overtake others. Then only their numbering is arbitrary, so
+                # the order is fixed for F of the first layer alone.
                 for kind in "FIW" if not decides else "F" if layer == 0 else "":
                     model.add(start[kind, layer, m] >= end[kind, layer, m - 1])
     for layer in range(layers - 1):
@@ -91,10 +95,10 @@ def state_problem(
     for queue in queues.values():
         model.add_no_overlap(queue)
     _memory(stated, costs, ranks, micro_batches, end)
-    # What the solver does not see by itself: every rank needs time for its layers.
+    # A redundant constraint that the solver does not derive itself: every rank needs time for its layers.
     in_step = np.sum([costs.layer_ms * costs.factor(m) for m in range(micro_batches)], axis=0)
     for r in range(ranks):
-        # Floors of single ops may add up to less than the floor of the sum.
+        # The rounded-down ops may add up to less than the rounded-down sum.
         work = [max(0, math.floor(ms * costs.slowdown(r) / unit_ms) - 3 * micro_batches) for ms in in_step.tolist()]
         model.add(sum(w * here[r] for w, here in zip(work, on, strict=True)) <= makespan)
     model.minimize(makespan)
@@ -112,7 +116,7 @@ def _ranks_alike(costs: CostTable, ranks: int) -> bool:
 
 
 def _reach_in_order(model: Any, on: list[list[Any]]) -> None:
-    """Among equal ranks, rank r + 1 gets its first layer after rank r has got one."""
+    """Break the symmetry of equal ranks: the first layer of rank r + 1 comes after the first layer of rank r."""
     for layer, row in enumerate(on):
         for r in range(1, len(row)):
             model.add(sum(on[before][r - 1] for before in range(layer)) >= row[r])
@@ -127,8 +131,8 @@ def _transfers(
     model: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, on: Any, start: Any, end: Any,
     layer: int, queues: dict[tuple[int, int], list[Any]],
 ) -> None:  # fmt: skip
-    """Between a layer and the next one on another rank, the tensor waits for its queue and takes its transfer time
-    there."""
+    """State the transfers between a layer and the next one if they are on different ranks. Transfers of one direction
+    between two ranks share a queue, in which each takes its transfer time."""
     apart = {}
     for a in range(ranks):
         for b in range(ranks):
@@ -157,7 +161,8 @@ def _recomputation(
     stated: Model, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, end: Any,
     lanes: list[list[Any]],
 ) -> None:  # fmt: skip
-    """Which layers drop their activations, with R before I, and which of them form one stage with the layer before."""
+    """State which layers drop their activations and run R before I, and which of them form one stage with the layer
+    before."""
     model, start, on, layers = stated.model, stated.start, stated.on, costs.num_layers
     stated.drops = [model.new_bool_var("") for _ in range(layers)]
     ops: dict[int, list[list[Any]]] = {r: [[] for _ in range(micro_batches)] for r in range(ranks)}
@@ -171,7 +176,7 @@ def _recomputation(
             model.add_implication(again, stated.drops[layer])
             model.add(full == start["F", layer, m]).only_enforce_if(again.negated())
             model.add(full >= end["F", layer, m]).only_enforce_if(again)
-            # Dropped but not run again: nothing of another micro-batch runs on the rank between F and I.
+            # A layer that drops its activations needs no R if nothing of another micro-batch runs between F and I.
             at_once = model.new_bool_var("")
             model.add_bool_or([stated.drops[layer].negated(), again, at_once])
             ms = float((costs.forward_ms * costs.factor(m))[layer])
@@ -206,8 +211,8 @@ def _recomputation(
 
 
 def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end: Any) -> None:
-    """On every rank with a limit: the bytes that F (or R) takes and that I and W release, in addition to the static
-    bytes."""
+    """Limit the memory of every rank with a limit: static bytes, plus the bytes that F or R takes and I and W
+    release."""
     model, on, start = stated.model, stated.on, stated.start
     for r in range(ranks):
         capacity = costs.capacity_bytes(r)
@@ -227,7 +232,7 @@ def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end
                 begins = stated.full.get((layer, m), start["F", layer, m])
                 until_i, until_w = end["I", layer, m], end["W", layer, m]
                 spans = [(begins, until_i, held - kept, here[r]), (begins, until_w, kept, here[r])]
-                spans.append((until_i, until_w, stash - kept, here[r]))  # what a forward inside I brings back
+                spans.append((until_i, until_w, stash - kept, here[r]))  # what a forward inside I restores
                 if stated.drops:
                     stays = _keeps_input(stated, layer, r)
                     given = math.floor(float(costs.boundary_bytes[layer - 1] * size)) if layer else 0
@@ -242,7 +247,8 @@ def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end
 
 
 def _keeps_input(stated: Model, layer: int, rank: int) -> Any:
-    """Whether the layer is on the rank and, if it drops its activations, keeps an input of its own."""
+    """Return a variable that is true if the layer is on the rank and is the first of its stage, so that it keeps its
+    own input if it drops its activations."""
     model = stated.model
     stays = model.new_bool_var("")
     model.add_bool_or([stated.on[layer][rank].negated(), stated.joined[layer], stays])

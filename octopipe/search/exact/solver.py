@@ -37,19 +37,19 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 SMALL = 1000
-"""Layers x micro-batches x ranks up to which the solver gets a quick plan to start from; above, it is on its own."""
+"""The solver gets a quick plan to start from if layers x micro-batches x ranks do not exceed this number."""
 QUICK_SHARE, QUICK_PATIENCE = 0.2, 12
-"""Of that: its share of the budget at most, and how soon its search is given up."""
+"""The search for that plan: its largest share of the budget, and the iterations without improvement that end it."""
 QUICK_MOVES = 60
-"""Its moves, where moves are counted."""
+"""Its largest number of iterations, if iterations limit the solve instead of time."""
 SOLVE_SHARE = 0.3
-"""How much longer than stating a problem handing it over is taken to last."""
+"""Expected time to hand a problem over to the solver, as a share of the time that stating it took."""
 POLL_S = 0.1
+"""Seconds between two looks at a running solve."""
 STOP_S = 1.0
-"""How long CP-SAT may take to hear that it is asked to stop."""
-"""How often a running solve is looked at."""
+"""Seconds that CP-SAT gets to react to a request to stop."""
 TOLERANCE = 1e-4
-"""A plan within this share of the bound is optimal: rounding alone accounts for as much."""
+"""A plan within this share of the bound counts as optimal, because rounding can cause such a difference."""
 
 
 class Solved(NamedTuple):
@@ -104,7 +104,7 @@ def solve(
         decides = recompute and any(math.isfinite(costs.capacity_bytes(r)) for r in range(num_ranks))
         stated = state_problem(cp, costs, num_ranks, num_micro_batches, unit_ms, began + limit_s, decides)
         size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
-        # Handing a model to the solver takes about as long again as stating it, and no limit stops that.
+        # Handing a model to the solver takes a share of the time that stating it took, and no limit stops that.
         in_time(began + limit_s - SOLVE_SHARE * (time.monotonic() - began), f"stated {size}")
         if start is not None and given is not None:
             _hint(stated, costs, start, given, unit_ms)
@@ -112,7 +112,7 @@ def solve(
         if iterations is None:
             solver.parameters.max_time_in_seconds = max(budget_s - (time.monotonic() - began), 0.01)
             solver.parameters.num_workers = max(1, workers or usable_cores())
-        else:  # several workers tell each other what they find when they find it
+        else:  # several workers would exchange results at random times
             solver.parameters.max_number_of_conflicts = iterations
             solver.parameters.num_workers = 1
         solver.parameters.catch_sigint_signal = False
@@ -168,7 +168,7 @@ def _run(
         stopped = True
         solver.stop_search()
         worker.join(STOP_S)
-        if worker.is_alive():  # presolving hears nothing
+        if worker.is_alive():  # presolving does not react to a request to stop
             raise
     return status[0], stopped
 
@@ -176,7 +176,7 @@ def _run(
 def _quick_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, iterations: int | None, recompute: bool
 ) -> Plan | None:
-    """The result of a short run of Algorithm 1, an upper bound for the solver."""
+    """Return the plan of a short run of Algorithm 1, from which the solver starts; None if it finds none that fits."""
     try:
         search = IterativeSearch(
             costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
@@ -185,7 +185,7 @@ def _quick_plan(
         found = search.run()
     except DoesNotFitError:
         return None
-    if found.interrupted:  # it ends in good order, and whoever asked means the whole solve
+    if found.interrupted:  # the search ends normally, but the interrupt is meant for the whole solve
         raise KeyboardInterrupt
     return found.plan
 
@@ -199,7 +199,7 @@ def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, sto
 
 
 def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """The time of a step with one op at a time: no useful plan is slower."""
+    """Return the time of a step that runs one op at a time, the horizon of the problem. R ops are not included."""
     slow = max(costs.slowdown(r) for r in range(num_ranks))
     work = sum(float((costs.layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
     hops = [
@@ -211,7 +211,7 @@ def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> floa
 
 
 def _hint(stated: Model, costs: CostTable, plan: Plan, timeline: Timeline, unit_ms: float) -> None:
-    """The position of layers and ops in the given plan."""
+    """Hint the given plan to the solver: the ranks of its layers and the start times of its ops."""
     for stage in plan.stages:
         for layer in range(stage.first, stage.stop):
             for r, here in enumerate(stated.on[layer]):
@@ -229,7 +229,7 @@ def _hint(stated: Model, costs: CostTable, plan: Plan, timeline: Timeline, unit_
 
 
 def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
-    """The solution as a plan with one stage per layer; layers that recompute together are one stage."""
+    """Return the solution as a plan with one stage per layer; layers that recompute together form one stage."""
     home = [next(r for r, here in enumerate(row) if solver.boolean_value(here)) for row in stated.on]
     rows: list[list[tuple[tuple[int, int, int], Op]]] = [[] for _ in range(num_ranks)]
     depth = {"F": 0, "I": 1, "W": 2}
@@ -241,7 +241,7 @@ def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micr
         if solver.boolean_value(again):
             rows[home[layer]].append(((solver.value(stated.full[layer, m]), 1, layer), Op(layer, "R", m)))
     drops = [bool(solver.boolean_value(x)) for x in stated.drops] or [False] * costs.num_layers
-    # A layer of which no micro-batch is run again just keeps its activations.
+    # A layer that runs R for no micro-batch keeps its activations.
     again_at = {layer for (layer, _), x in stated.again.items() if solver.boolean_value(x)}
     stages = tuple(
         Stage(first=k, stop=k + 1, rank=home[k], recompute=drops[k] and k in again_at) for k in range(costs.num_layers)
@@ -258,7 +258,8 @@ def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micr
 
 
 def _joined(plan: Plan, timeline: Timeline, costs: CostTable) -> tuple[Plan, Timeline]:
-    """The plan with neighbouring stages of one rank joined where the step takes no longer and still fits."""
+    """Join neighbouring stages of one rank if the plan then still fits and is not slower; return it and its
+    timeline."""
     s = 1
     while s < len(plan.stages):
         if plan.stages[s - 1].rank == plan.stages[s].rank and plan.stages[s - 1].recompute == plan.stages[s].recompute:
@@ -273,7 +274,7 @@ def _joined(plan: Plan, timeline: Timeline, costs: CostTable) -> tuple[Plan, Tim
 
 
 def _join(plan: Plan, at: int) -> Plan:
-    """The stages at-1 and at as one: F at the position of the later F, I and W at those of the later I and W."""
+    """Join the stages at-1 and at; each pair of their ops becomes one op at the position of the later one."""
     a, b = plan.stages[at - 1], plan.stages[at]
     one = Stage(first=a.first, stop=b.stop, rank=a.rank, recompute=a.recompute)
     stages = (*plan.stages[: at - 1], one, *plan.stages[at + 1 :])

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 Stop = Callable[[], bool]
 """Whether a stop has been requested; the search then returns its best result so far."""
 FIRST_S_PER_OP = 2e-5
-"""Seconds per op of a simulation, before one was timed."""
+"""Assumed seconds per op of a simulation, until one has been timed."""
 ENDING = 0.03
-"""Share of the budget that is left for the answer: its parts are priced, files written, the table printed."""
+"""Share of the budget that is reserved for the output: pricing its parts, writing files, printing the table."""
 MOST_ENDING = 0.1
-"""The largest such share, on a slow machine."""
+"""The largest share that is reserved for the output, on a slow machine."""
 AROUND_TUNING = 6.0
-"""What surrounds a search for an order (its bound, the last simulations), in simulations, before one was timed."""
+"""Assumed overhead of a tuning run beyond its own budget (its bound, the last simulations), in units of one simulation
+of the plan, until one has been timed."""
 
 
 def never() -> bool:
@@ -28,7 +29,8 @@ def never() -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Budget:
-    """Seconds from `began` on a clock: wall-clock time, or for comparisons on a busy machine `time.process_time`."""
+    """A time budget that starts at `began` on a clock: wall-clock time, or `time.process_time` for comparisons on a
+    busy machine."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
@@ -38,12 +40,12 @@ class Budget:
     around_tuning: float = AROUND_TUNING
 
     ending_s: float = 0.0
-    """Seconds left for the answer."""
+    """Seconds that are reserved for the output."""
 
     def __post_init__(self) -> None:
         now = self.clock()
         self.began = now if self.began is None else self.began
-        # Python's start tells how slow this machine is now, and an answer takes about as long.
+        # The time since `began` (Python's start) shows how slow the machine is; the output takes about as long.
         self.ending_s = min(max(ENDING * self.seconds, now - self.began), MOST_ENDING * self.seconds)
 
     def used(self) -> float:
@@ -51,7 +53,7 @@ class Budget:
         return self.clock() - self.began
 
     def left(self, ops: int = 0) -> float:
-        """The seconds that remain until the search must end, if the plan of its answer has this many ops."""
+        """Return the seconds until the search must end, if the plan that is output has this many ops."""
         return self.seconds - self.ending_s - self.simulating_s(ops) - self.used()
 
     def over(self, share: float = 1.0) -> bool:
@@ -59,7 +61,7 @@ class Budget:
         return self.stop() or self.used() >= share * (self.seconds - self.ending_s)
 
     def after(self, seconds: float) -> Stop:
-        """A function that tells whether this many seconds have passed from now, or a stop has been requested."""
+        """Return a function that says whether this many seconds have passed from now, or a stop has been requested."""
         until = self.used() + seconds
         return lambda: self.stop() or self.used() >= until
 
@@ -67,7 +69,7 @@ class Budget:
         return ops * self.s_per_op
 
     def tuning_s(self, ops: int) -> float:
-        """The time that a tuning takes in addition to its own budget."""
+        """Return the time that a tuning run takes in addition to its own budget."""
         return 0.1 + self.around_tuning * self.simulating_s(ops)
 
     def simulated(self, ops: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Selection of the answer among the simulated splits: the simplest of those about as fast as the fastest.
+"""Selection of the answer among the simulated splits: the simplest of those that are about as fast as the fastest.
 
 Knows: what makes a split simple to run. Does not know: how splits are found (`search.py`).
 """
@@ -17,12 +17,12 @@ model."""
 SPARE = 0.97
 """A rank that uses more than this share of its memory limit counts as full."""
 ORDERS = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "interleaved-overlap": 0.25, "layout": 0.5}
-"""How much more there is to get right than under the schedule that every runtime has; any other order: 1."""
+"""Complexity of a schedule, relative to 1F1B, which every runtime has; schedules that are not listed count 1."""
 
 
 def simplest(rivals: Sequence[Candidate], margin: float, today: Candidate | None = None) -> Candidate:
-    """Of the splits that are as fast as the fastest within `margin`, the one that is simplest to run and leaves memory
-    free; of equally simple ones the fastest. It is never slower than what runs today."""
+    """Return the least complex of the splits that are at most `margin` slower than the fastest; of equally complex ones
+    the fastest. It is not slower than today's split, if that fits."""
     most = min(c.step_ms for c in rivals) * (1.0 + margin)
     if today is not None and today.fits:
         most = min(most, today.step_ms)
@@ -30,8 +30,8 @@ def simplest(rivals: Sequence[Candidate], margin: float, today: Candidate | None
 
 
 def complexity(candidate: Candidate) -> float:
-    """How much a user has to get right: the sizes of the groups of GPUs, a custom schedule, memory close to its
-    limit."""
+    """Return a measure of how hard a split is to run: it grows with the sizes of the groups of GPUs, a custom schedule,
+    memory close to its limit, recomputation and sharding."""
     s = candidate.split
     groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep * s.etp) + 0.5 * math.log2(s.vp)
     groups += 0.5 * (s.hsdp > 1)
@@ -48,12 +48,12 @@ def simpler_first(candidate: Candidate) -> float:
 
 
 def hoped_first(candidate: Candidate) -> float:
-    """The same sort key for the step time that tuning is estimated to reach."""
+    """The sort key of `simpler_first`, applied to the step time that tuning is estimated to reach."""
     return candidate.tuned_ms * simpler_first(candidate) / candidate.step_ms
 
 
 def varied(kept: Sequence[Candidate], *, each: int) -> list[Candidate]:
-    """The splits in the same order, with at most `each` of those that differ only in their stages per rank."""
+    """Return the splits in the same order, but at most `each` of those that differ only in their stages per rank."""
     seen: dict[Split, int] = {}
     out = []
     for candidate in kept:

@@ -31,13 +31,13 @@ TITAN_CONFIGS = {
 }
 """Models that torchtitan has a config for: its module and its config, in the version that `runtimes.py` names."""
 Line = Callable[[Candidate, ModelSpec, str, str | None], str]
-"""A function of the split, the model, the model as the user named it, and the plan's file that returns a command, or
-raises if there is none."""
+"""(split, model, the user's name of the model, file of the plan) -> command; raises OctoPipeError if there is none."""
 
 
 def nodes_of(candidate: Candidate) -> tuple[int, int | None]:
-    """Nodes, and GPUs used on each; None where nodes have different numbers of GPUs. All nodes together have exactly
-    the GPUs of the split: where these do not fill whole nodes, each node lends as many of its own as the others."""
+    """Return the number of nodes, and the number of GPUs used on each (None if nodes differ in size). Together the
+    nodes provide exactly the GPUs of the split: if these do not fill whole nodes, the same number is used on every
+    node."""
     setup, gpus = candidate.setup, candidate.setup.num_gpus
     assert setup.gpu is not None
     sizes = [size for _, count, size in setup.nodes for _ in range(count)]
@@ -57,8 +57,8 @@ def nodes_of(candidate: Candidate) -> tuple[int, int | None]:
 
 
 def torchrun(candidate: Candidate) -> str:
-    """The launcher's part: as many processes a node as GPUs of it are used. Equal nodes find their places by
-    themselves; unequal ones are numbered in the order of the cluster file, because stages were placed by it."""
+    """Return the torchrun part of the command, with one process per used GPU of a node. Equal nodes are numbered by
+    torchrun's rendezvous; unequal ones get the order of the cluster file, for which the stages were placed."""
     nodes, per_node = nodes_of(candidate)
     if nodes == 1:
         where = ""
@@ -110,7 +110,8 @@ def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str |
 
 
 def own_pipeline(candidate: Candidate, plan_file: str | None) -> str:
-    """A script of one's own around `octopipe.Pipeline`, which runs every plan on layers that divide their tensors."""
+    """Return the command for the user's own script around `octopipe.Pipeline`, which runs every plan, also on layers
+    that shard their tensors."""
     split, file = candidate.split, needs_file(plan_file)
     mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}"
     mesh += f", experts over {split.ep} ranks" if split.ep > 1 else ""
@@ -121,7 +122,7 @@ def own_pipeline(candidate: Candidate, plan_file: str | None) -> str:
 
 
 def recomputed(candidate: Candidate) -> str:
-    """A description of what layers recompute inside their own backward."""
+    """Describe what layers recompute inside their own backward."""
     setup = candidate.setup
     if setup.recompute == "selective":
         return "selective recomputation"
@@ -171,7 +172,7 @@ def gradients_of(candidate: Candidate) -> str:
 
 
 def numbers(candidate: Candidate) -> str:
-    """Matrix products and optimizer state in less than is usual, as words to append to a sentence."""
+    """Describe matrix products and optimizer state of lower precision than usual, to be appended to a sentence."""
     setup = candidate.setup
     words = "" if setup.precision == "bf16" else f", matrix products in {setup.precision} (torchao, Transformer Engine)"
     states = {"bf16-moments": "an optimizer with bf16 moments", "bf16": "an optimizer with bf16 weights and moments"}
@@ -179,7 +180,7 @@ def numbers(candidate: Candidate) -> str:
 
 
 def untrained(candidate: Candidate) -> str:
-    """Which layers are frozen or have adapters, as words to append to a sentence."""
+    """Describe which layers are frozen or have adapters, to be appended to a sentence."""
     setup = candidate.setup
     where = "every matrix of a block" if setup.lora_on == "all" else "the matrices of attention"
     words = f", adapters of rank {setup.lora} on {where} and all else frozen" if setup.lora else ""
@@ -187,7 +188,7 @@ def untrained(candidate: Candidate) -> str:
 
 
 def sharding(candidate: Candidate) -> str:
-    """How replicas shard the training state, in the terms of FSDP2."""
+    """Describe in terms of FSDP2 how replicas shard the training state."""
     split = candidate.split
     if split.dp * split.cp == 1:
         return "one replica"
@@ -237,7 +238,7 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
 
 
 def titan_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    """What torchtitan's flags can say. Sizes of 1 are said too: a config has sizes of its own."""
+    """Return torchtitan's flags for the split. Sizes of 1 are included, because the config has sizes of its own."""
     split, setup = candidate.split, candidate.setup
     assert setup.seq is not None and setup.global_batch is not None
     tokens = setup.seq * split.micro_batch_size
@@ -253,11 +254,11 @@ def titan_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     flags += [f"--training.max_context_length {setup.seq} --training.num_tokens_per_microbatch_per_dp_rank {tokens}"]
     flags += [f"--training.num_tokens_per_train_step {setup.seq * setup.global_batch}"]
     flags += [f"--training.dtype {'bfloat16' if setup.states == 'bf16' else 'float32'}"]
-    # torchtitan refuses graphs of a pipeline, and of an exchange that waits for the host.
+    # torchtitan does not support CUDA graphs with a pipeline or with an exchange that synchronises with the host.
     flags += ["--training.disable_cuda_graphs"] if split.pp * split.ep > 1 else []
     flags += [f"--parallelism.num_pp_microbatches {setup.micro_batches}"] if split.pp > 1 else []
     if not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
-        # As in the runs that its rates were fitted to; its configs of models with experts compile the loss alone.
+        # As in the runs that its rates were fitted to; its configs for models with experts compile only the loss.
         flags += ["--compile.enable"]
     flags += ["--compile.no-enable_async_tensor_parallel"] if split.tp == 1 else []
     # A subcommand, which ends the flags.
@@ -265,11 +266,11 @@ def titan_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
 
 
 CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-"""How the classes begin that make torchtitan's linear layers and experts multiply in another precision."""
+"""Prefix of the names of torchtitan's converters, which make linear layers and experts multiply in this precision."""
 
 
 def titan_notes(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    """What torchtitan has no flags for: a config says it."""
+    """Return notes about settings that torchtitan has no flags for and that must be made in its config."""
     setup, notes = candidate.setup, []
     if setup.precision in CONVERTERS:
         notes.append(f"{CONVERTERS[setup.precision]} converters in the config")
@@ -293,7 +294,7 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
     if 0 < setup.offload_optimizer < 1:
         raise OctoPipeError("DeepSpeed keeps all of the optimizer state in the host's memory or none (below ZeRO-3)")
     host = ', "offload_optimizer": {"device": "cpu"}' if setup.offload_optimizer else ""
-    # With ZeRO-1 and fp32 gradients, bf16 ones are added at once and not kept beside them.
+    # With ZeRO-1 and fp32 gradients, bf16 gradients are accumulated immediately instead of being kept as well.
     settings = (
         f'{{"train_batch_size": {setup.global_batch}, "train_micro_batch_size_per_gpu": {split.micro_batch_size}, '
         f'"zero_optimization": {{"stage": {split.zero}{host}}}, '
@@ -319,7 +320,7 @@ LINES: dict[str, Line] = {
 def command_lines(
     candidate: Candidate, *, spec: ModelSpec, model: str, plan_file: str | None, runtime: str
 ) -> dict[str, str]:
-    """For every runtime, the command that starts the split there, or the reason why there is none ("none: ...")."""
+    """Return for every runtime the command that starts the split, or the reason why there is none ("none: ...")."""
     out = {}
     for name, line in LINES.items():
         if runtime not in ("any", name):
@@ -334,6 +335,6 @@ def command_lines(
 
 
 def runs_on(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    """The runtimes that have a command for the split, by name."""
+    """Return the names of the runtimes that have a command for the split."""
     lines = command_lines(candidate, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
     return [name for name, line in lines.items() if not line.startswith("none: ") and name in RUNTIMES]

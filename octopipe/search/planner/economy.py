@@ -48,7 +48,7 @@ def goodput(*, gpus: int, mtbf_hours: float, checkpoint_s: float = 60.0, restart
     def useful(interval_s: float) -> float:
         return interval_s / segment_s(interval_s, checkpoint_s, restart_s, between_s)
 
-    # The share rises, then falls: thirds of the logarithm of the interval close in on its top.
+    # The share has a single maximum: ternary search over the logarithm of the interval.
     low, high = math.log(max(checkpoint_s, 1.0) / 100), math.log(100 * max(between_s, checkpoint_s, 1.0))
     for _ in range(120):
         a, b = low + (high - low) / 3, high - (high - low) / 3
@@ -59,7 +59,7 @@ def goodput(*, gpus: int, mtbf_hours: float, checkpoint_s: float = 60.0, restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Economy:
-    """What the user wants to know about a job besides its speed; None means that it was not asked for."""
+    """The user's inputs for the cost of a job; None means that the result is not requested."""
 
     mtbf_hours: float | None = None
     checkpoint_s: float = 60.0

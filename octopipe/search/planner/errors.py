@@ -17,11 +17,11 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import FOLDER
 
 ACCURACY = FOLDER / "accuracy.json"
-"""Errors of the default rates on runs left out of their fit."""
+"""File with the errors of the default rates on runs that were left out of their fit."""
 
 
 def expected_error(setup: Setup) -> float | None:
-    """The relative error within which half of the stack's measured runs lie; None if no run calibrates this GPU."""
+    """Return the median relative error of the predictions for measured runs; None if no run calibrates this GPU."""
     if setup.gpu is None or not is_calibrated(setup.gpu, setup.precision, setup.stack):
         return None
     errors = stack_named(setup.stack).errors
@@ -29,7 +29,7 @@ def expected_error(setup: Setup) -> float | None:
 
 
 def errors_in_words(setup: Setup) -> str:
-    """One line that explains the error bars."""
+    """Explain the error bars in one line."""
     if expected_error(setup) is None:
         return "±: no run of this stack on this GPU is known"
     errors = stack_named(setup.stack).errors
@@ -44,6 +44,6 @@ def errors_in_words(setup: Setup) -> str:
 
 @cache
 def _of_default() -> dict[str, float | str]:
-    """The errors measured for the default rates, which store none themselves."""
+    """Return the errors of the default rates; they are in a file of their own because the default stack stores none."""
     record: dict[str, float | str] = json.loads(ACCURACY.read_text(encoding="utf-8"))
     return record

@@ -26,7 +26,7 @@ class Estimate:
 
     step_ms: float
     tuned_ms: float
-    """The same with layers distributed over ranks as evenly as their sizes allow, which a tuned plan approaches."""
+    """The step time with layers distributed over the ranks as evenly as their sizes allow; tuned plans approach it."""
     peak_gib: float
     """Memory of the fullest rank."""
     limit_gib: float
@@ -48,8 +48,9 @@ def estimate(
     pairs: bool = False,
     layouts: bool = False,
 ) -> Estimate:
-    """The least recomputation that fits, and what the step then takes; the leanest where nothing fits. `pairs`: a tuned
-    plan may hide the experts' exchange behind compute. `layouts`: stages on faster ranks may hold more layers."""
+    """Return the estimate with the least recomputation that fits; if nothing fits, the one with the most recomputation.
+    `modes`: in order of increasing recomputation. `pairs`: a tuned plan may hide the experts' exchange behind compute.
+    `layouts`: stages on faster ranks may hold more layers."""
 
     def under(mode: str) -> Estimate:
         costs = price(mode)
@@ -62,7 +63,7 @@ def estimate(
         return min((even, other), key=lambda found: (not found.fits, found.step_ms))
 
     if "full" in modes and len(modes) > 1:
-        # Most splits of a large model do not fit at all: ask the leanest first.
+        # Most splits of a large model do not fit at all, so try full recomputation first.
         leanest = under("full")
         if not leanest.fits:
             return leanest
@@ -73,7 +74,7 @@ def estimate(
             break
     assert best is not None
     if best.fits and best.recompute == "full" and len(modes) > 1:
-        # Between none and all layers, memory and time are taken as straight lines.
+        # Interpolate time and memory linearly between no and full recomputation.
         lean = under("none")
         if lean.peak_gib > best.limit_gib > best.peak_gib:
             share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
@@ -96,8 +97,8 @@ def in_flight(rank: int, pp: int, chunks: int, micro_batches: int) -> int:
 
 
 def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
-    """The time of the busiest rank if layers are assigned in order of decreasing size, each to the rank that would
-    finish it first."""
+    """Return the time of the busiest rank if layers are assigned to ranks greedily: in order of decreasing size, each
+    to the rank that would finish it first."""
     ranks = [(0.0, r) for r in range(len(slowdowns))]
     if slowdowns.min() == slowdowns.max():
         for ms in sorted(layer_ms * slowdowns[0], reverse=True):
@@ -111,21 +112,21 @@ def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
 
 
 def paired_ms(costs: CostTable) -> np.ndarray:
-    """F, I and W of every layer if every exchange runs during the computation of another micro-batch, which it slows
-    down."""
+    """Return the time of F, I and W of every layer if its exchange runs during the computation of another micro-batch
+    and slows that down."""
     if costs.segments is None:
         return costs.layer_ms
     segments = costs.segments
     exchange = costs.forward_ms * segments.share("F", "exchange") + costs.input_ms * segments.share("I", "exchange")
     compute = costs.layer_ms - exchange
-    # Beside an exchange, compute gets on at 1 / (1 + slows_compute) of its pace.
+    # During an exchange, compute runs at 1 / (1 + slows_compute) of its speed.
     behind = exchange / (1.0 + segments.slows_compute)
     return np.where(compute >= behind, exchange + compute - behind, exchange)
 
 
 def sizes_by_speed(costs: CostTable, ranks: Sequence[int]) -> list[int] | None:
-    """Layers per stage, with work in proportion to the speed of the stage's rank; None if all ranks are equally fast,
-    or if a stage would be empty."""
+    """Return layers per stage such that the work of a stage is proportional to the speed of its rank (`ranks` has one
+    entry per stage); None if all ranks are equally fast or if a stage would be empty."""
     slow = np.array([costs.slowdown(rank) for rank in ranks])
     if slow.min() == slow.max():
         return None

@@ -29,12 +29,14 @@ from octopipe.models.spec import ModelSpec, Moe
 from octopipe.search.planner.estimate import Estimate, estimate
 
 NOISE, ODD = 0.08, 0.15
-"""What runs differ by for reasons that no rate holds, and beyond which a run is odd; in logarithms."""
+"""Standard deviation of runs for reasons that no rate describes, and the residual beyond which a run counts as an
+outlier; both are logarithms of ratios."""
 ROUNDS, AGAIN = 9, 20
-"""Steps of a fit, and of one that begins at the fit of nearly the same runs."""
+"""Gauss-Newton steps of a fit from the prior, and of one that starts from the fit of nearly the same runs."""
 FEWEST_TO_LEAVE_OUT = 4
+"""Fewer measurements than this give no leave-one-out errors."""
 MOST_DERIVED = 1.15
-"""How far above its prior a share of the bf16 peak may be taken that no run was measured in."""
+"""Largest factor over the prior for bf16 products of a generation of which no bf16 run was measured."""
 PRIOR: Mapping[tuple[str, str], Rates] = {
     ("ampere", "bf16"): Rates(gemm=0.80, half=120.0, core=0.50),
     ("hopper", "bf16"): Rates(gemm=0.72, half=250.0, core=0.45),
@@ -44,7 +46,7 @@ PRIOR: Mapping[tuple[str, str], Rates] = {
     ("blackwell", "mxfp8"): Rates(gemm=0.60, half=420.0, core=0.40, cast_bytes=5.0),
     ("blackwell", "nvfp4"): Rates(gemm=0.48, half=700.0, core=0.40, cast_bytes=6.0),
 }
-"""Before any run is seen: round numbers, what large products of a generation reach in its vendors' own kernels."""
+"""Rates before any run is seen: round numbers that large products reach in the vendors' own kernels."""
 OTHER = Rates(gemm=0.5, half=300.0, core=0.3, cast_bytes=4.0)
 """The same for GPUs of no generation above."""
 SPREAD: Mapping[str, float] = {
@@ -62,7 +64,7 @@ SPREAD: Mapping[str, float] = {
     "scan": 0.8,
     "hidden": 0.8,
 }
-"""How far a rate may lie from its prior without much penalty, as a logarithm."""
+"""Standard deviation of each rate around its prior, as a logarithm."""
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "gemm": (0.1, 0.88),
     "half": (30.0, 4000.0),
@@ -81,7 +83,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 class Rate(NamedTuple):
-    """One number that is fitted: a rate of one GPU generation in one precision, of one generation, or of all."""
+    """One number that is fitted: a rate of one GPU generation in one precision, of one generation in all precisions, or
+    of all generations."""
 
     name: str
     generation: str = ""
@@ -98,14 +101,14 @@ class Seen(Protocol):
     def precision(self) -> str: ...
 
     def asks(self) -> set[str]:
-        """The rates, besides gemm and core, on which its time depends."""
+        """Return the rates, besides gemm and core, on which its time depends."""
 
     def log_ratio(self, rates: Mapping[str, Rates]) -> float:
-        """The logarithm of predicted over measured speed, given the rates of every precision."""
+        """Return the logarithm of predicted over measured speed, given the rates of every precision."""
 
 
 def rates_to_fit(seen: Sequence[Seen]) -> list[Rate]:
-    """The rates about which these measurements contain information."""
+    """Return the rates that these measurements depend on."""
     pairs = sorted({(one.generation, one.precision) for one in seen})
     out = [Rate("gemm", *pair) for pair in pairs]
     out += [Rate("core", generation) for generation in sorted({g for g, _ in pairs})]
@@ -128,8 +131,8 @@ def prior_of(generation: str, precision: str) -> Rates:
 
 
 class SeenRun:
-    """One run, which can be priced with any rates: what it recomputes does not depend on them and is determined
-    once."""
+    """One training run, which can be priced with any rates. What it recomputes is determined once, with the prior
+    rates."""
 
     def __init__(self, run: Run):
         assert run.setup.gpu is not None
@@ -201,9 +204,9 @@ class Fitted:
 
     stack: Stack
     errors: tuple[float, ...]
-    """Of every run, predicted over measured less one, by the fit to all of them."""
+    """Predicted over measured speed, minus 1, of every measurement with the fit to all of them."""
     left_out: tuple[float, ...]
-    """The same by the fit to the others; empty where there are too few."""
+    """The same error with the fit to all other measurements; empty if there are too few."""
 
 
 class Fit:
@@ -222,13 +225,14 @@ class Fit:
         self.high = np.log([BOUNDS[r.name][1] / max(p) for r, p in zip(self.rates, reach)])
 
     def _both(self, rate: Rate) -> list[tuple[str, str]]:
-        """The (generation, precision) pairs whose prior a rate scales."""
+        """Return the (generation, precision) pairs whose prior is scaled by a rate."""
         own = [p for p in self.pairs if rate.generation in ("", p[0]) and rate.precision in ("", p[1])]
         own = [p for p in own if rate.name != "cast_bytes" or p[1] != "bf16"]
         return own or self.pairs
 
     def rates_at(self, x: np.ndarray) -> dict[tuple[str, str], Rates]:
-        """The rates of every pair, and of bf16 besides every other precision, at these logarithms of factors."""
+        """Return the rates of every (generation, precision) pair, and of bf16 for every generation, if the priors are
+        scaled by the exponentials of `x`."""
         out = {}
         for generation in {g for g, _ in self.pairs}:
             for precision in {"bf16", *(p for g, p in self.pairs if g == generation)}:
@@ -242,7 +246,7 @@ class Fit:
                     changes["cast_bytes"] = 0.0
                 out[generation, precision] = replace(prior, **changes)
             if (generation, "bf16") not in self.pairs:
-                # Nothing but heads and cores runs in bf16 there: as far from its prior as the other precision is.
+                # In these runs only heads and attention cores use bf16; scale its prior as that of the other precision.
                 moved = [x[i] for i, r in enumerate(self.rates) if r.name == "gemm" and r.generation == generation]
                 plain = out[generation, "bf16"]
                 factor = min(MOST_DERIVED, math.exp(float(np.mean(moved))))
@@ -285,7 +289,8 @@ class Fit:
         return float(robust.sum() / NOISE**2 + ((x / self.spread) ** 2).sum())
 
     def solve(self, kept: Sequence[int] | None = None, rounds: int = ROUNDS) -> np.ndarray:
-        """Damped Gauss-Newton steps from the prior, for some of the runs."""
+        """Fit the factors to some of the measurements (all by default), by damped Gauss-Newton steps from the prior;
+        return their logarithms."""
         kept = list(range(len(self.seen))) if kept is None else list(kept)
         x = np.clip(np.zeros(len(self.rates)), self.low, self.high)
         damping, every = 1e-3, self.residuals(x, range(len(self.seen)))
@@ -307,10 +312,10 @@ class Fit:
         return x
 
     def left_out(self, x: np.ndarray) -> list[float]:
-        """The residual of every run with the fit to the others.
+        """Return the residual of every measurement with the fit to all others.
 
-        Leaving out one run moves the fit little, so the other residuals are treated as linear in between; the residual
-        of the run itself is then computed with the rates found.
+        Leaving out one measurement changes the fit little, so the residuals of the others are linearised around `x`.
+        The residual of the left-out one is then computed exactly, with the new rates.
         """
         count = len(self.seen)
         every = self.residuals(x, range(count))
@@ -336,7 +341,7 @@ def _rounded(rates: Rates) -> Rates:
 
 
 def errors_of(residuals: Sequence[float]) -> Errors:
-    """Medians and spread of errors, from the logarithms of predicted over measured."""
+    """Return number, median, 90 % quantile and maximum of the relative errors with these residuals."""
     sizes = np.array([abs(math.exp(r) - 1.0) for r in residuals])
     return Errors(len(sizes), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()))
 

@@ -34,7 +34,7 @@ CLIMBED = 6
 """Number of splits whose neighbours are evaluated: the best by estimate, and the best by the step time that tuning may
 reach."""
 REFINED = 8
-"""Number of splits that are tried with every number of stages per rank."""
+"""Number of splits, the best ones, that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
 
 
@@ -62,13 +62,13 @@ def judge(
     tuned: bool = True,
     always: Iterable[Split] = (),
 ) -> tuple[list[Candidate], int, float | None]:
-    """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
-    and, where time ended it, the lowest bound of those that were not (None: nothing is left that may be better; 0: some
-    have no bound, because `bounding`, or `over` where that is left out, ended their computation).
+    """Estimate splits in the order of their bounds; return the best ones, how many were judged, and `left_ms`.
 
-    Splits whose bound is above all of those kept are never judged, nor, once time is `over`, those whose bounds are the
-    worst. Those of `always` are judged first, however short the time is, and then some of every length of pipeline,
-    tensor-parallel size and kind of sharding, so that none of them goes unseen.
+    The best are the `KEPT` fastest splits that fit by estimate and, if `tuned`, the `KEPT` fastest by the time after
+    tuning. `left_ms` is the lowest bound of the splits that were not judged because time was `over`: None if none of
+    them may be better, 0 if some have no bound because `bounding` (default: `over`) ended its computation. Splits whose
+    bound exceeds all kept estimates are not judged. Those of `always` come first, however short the time is, then
+    `SEEDS` of every combination of pipeline size, tensor-parallel size and kind of sharding.
     """
     always = [split for split in dict.fromkeys(always) if pricer.may_fit(split)]
     queue, unbounded = _bounded(pricer, every, bounding or over)
@@ -99,15 +99,15 @@ def judge(
                 if len(heap) > KEPT:
                     heapq.heappop(heap)
     kept = {number: candidate for heap in heaps for _, number, candidate in heap}
-    if not kept and unbounded:  # what has bounds does not fit: whether anything does is known only with all of them
+    if not kept and unbounded:  # no split with a bound fits, so compute the bounds of all to see whether any does
         return judge(pricer, every, modes, tell, over=over, bounding=never, tuned=tuned, always=always)
     left_ms = 0.0 if unbounded else left_ms
     return sorted(kept.values(), key=simpler_first), judged, left_ms
 
 
 def _bounded(pricer: Pricer, every: Sequence[Split], over: Stop) -> tuple[list[tuple[float, Split]], bool]:
-    """The splits that may fit, in the order of their bounds, and whether time was over before all had one. They are
-    looked at in a mixed order, so that a part of them is a sample of all."""
+    """Return the splits that may fit, sorted by their bounds, and whether time ran out before all had a bound. The
+    bounds are computed in random order, so that a part of the splits is a sample of all."""
     queue: list[tuple[float, Split]] = []
     for number, split in enumerate(random.Random(0).sample(every, len(every))):
         if number % 16 == 15 and over():
@@ -120,9 +120,9 @@ def _bounded(pricer: Pricer, every: Sequence[Split], over: Stop) -> tuple[list[t
 def climbed(
     pricer: Pricer, kept: Sequence[Candidate], every: Iterable[Split], modes: tuple[str, ...], over: Stop = never
 ) -> tuple[list[Candidate], int]:
-    """The best splits and what is found by changing them one size at a time, until nothing near the best is better or
-    time is `over`; and how many more were judged. Bounds say little about where a model with experts is fast: a good
-    split is often some steps away from the first that were judged."""
+    """Return the kept splits with those found by hill climbing from them, and how many more were judged. The neighbours
+    of the best splits are judged until all of them are known or time is `over`. For models with experts, bounds say
+    little about the speed: a good split is often some steps away from those that were judged first."""
     known, seen = set(every), {c.split for c in kept}
     out, more = list(kept), 0
     while True:
@@ -142,8 +142,8 @@ def climbed(
 
 
 def neighbours(split: Split) -> list[Split]:
-    """The splits one step away: a factor of two is moved between two kinds of parallelism, or one other size is
-    changed."""
+    """Return the splits one step away: a factor of two is moved between two kinds of parallelism, or one other size is
+    doubled or halved, or the ZeRO level is changed."""
     out = []
     for grown, shrunk in permutations(("tp", "cp", "pp", "dp"), 2):
         if getattr(split, shrunk) % 2 == 0:
@@ -160,7 +160,7 @@ def neighbours(split: Split) -> list[Split]:
 def refined(
     pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...], runtime: Runtime, over: Stop = never
 ) -> list[Candidate]:
-    """The best splits, each with every possible number of stages per rank."""
+    """Return the kept splits and, for the best `REFINED` of them, every possible number of stages per rank."""
     splits_seen = {c.split for c in kept}
     out = list(kept)
     for candidate in kept[:REFINED]:
@@ -173,8 +173,8 @@ def refined(
 
 
 def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime: Runtime) -> list[Split]:
-    """Splits that published runs of this model used, as far as they divide this cluster and batch: whatever the bounds
-    say, they are among those tried. Replicas follow from the number of GPUs."""
+    """Return the splits of published runs of this model that divide this cluster and batch; they are tried whatever
+    their bounds are. dp follows from the number of GPUs."""
     coarse = {_groups(split) for split in every}
     out = []
     for tp, cp, ep, pp, vp, size, zero in sorted(set(_published().get(pricer.spec.name, ()))):
@@ -194,13 +194,13 @@ def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime:
 
 
 def _groups(split: Split) -> tuple[int, ...]:
-    """The groups of GPUs of a split, independent of its micro-batches and stages."""
+    """Return the sizes of a split that determine its groups of GPUs; micro-batch size and vp are left out."""
     return split.tp, split.cp, split.ep, split.etp, split.pp, split.dp, split.zero, split.hsdp
 
 
 @cache
 def _published() -> dict[str, list[tuple[int, ...]]]:
-    """For every model, the sizes of its published runs: tp, cp, ep, pp, vp, micro-batch size and ZeRO level."""
+    """Return for every model the sizes of its published runs: tp, cp, ep, pp, vp, micro-batch size, ZeRO level."""
     out: dict[str, list[tuple[int, ...]]] = {}
     with PUBLISHED_RUNS.open(newline="") as file:
         for row in csv.DictReader(file):

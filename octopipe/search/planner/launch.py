@@ -16,7 +16,7 @@ from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
 
 PREFERRED = ("megatron", "torchtitan", "torch", "octopipe", "deepspeed")
-"""Of the runtimes that run a split, the first has a command with the most of it decided."""
+"""The order of preference among the runtimes that can run a split: those with the most complete command first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class Launch:
 def launch_of(
     candidate: Candidate, lines: Mapping[str, str], *, title: str, words: Sequence[str], skipped: Sequence[str]
 ) -> Launch:
-    """The folder's files for the first of the preferred runtimes that has a command; where none has one, the page
-    alone says why."""
+    """Return the files of the folder for the first of the preferred runtimes that has a command. If none has one, there
+    is only the README, which gives the reasons."""
     runs = [name for name in PREFERRED if not lines.get(name, "none: ").startswith("none: ")]
     page = _page(candidate, lines, runs[0] if runs else "", title, words, skipped)
     if not runs:
@@ -42,14 +42,14 @@ def launch_of(
 
 
 def _command(line: str) -> tuple[str, str]:
-    """A command and the comment after it, separated."""
+    """Split a line into its command and the comment after it."""
     command, _, comment = line.partition("  # ")
     return command, comment
 
 
 def _script(candidate: Candidate, name: str, line: str) -> str:
     command, comment = _command(line)
-    # One flag a line, so that changes show up in a diff.
+    # One flag per line, so that changes show up in a diff.
     command = re.sub(r" (--[a-z])", r" \\\n  \1", command)
     before = "export HEAD=${HEAD:-localhost}\n"
     if "$NODE_RANK" in command:
@@ -63,7 +63,7 @@ def _script(candidate: Candidate, name: str, line: str) -> str:
     if comment:
         before += f"# {comment}\n"
     version = RUNTIMES[name].version
-    # A subcommand ends the flags, so further ones come before it.
+    # A subcommand ends the flags, so further flags must come before it.
     command, subcommand, policy = command.partition(" activation_checkpoint:")
     return (
         "#!/usr/bin/env bash\n"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from octopipe.search.planner.pricing import Candidate
 
 DATA = ("--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 20", "--lr 1e-4", "--min-lr 1e-5")
-"""Enough to start a run that measures speed; replace it by your own data and schedule."""
+"""Flags that suffice to start a run that measures speed; to be replaced by the user's data and schedule."""
 RECIPES = {"fp8": "tensorwise", "mxfp8": "mxfp8"}
-"""One scale per tensor, taken from its largest element at the time; or one per block."""
+"""Megatron-LM's recipes: one scale per tensor from its current maximum, or one scale per block."""
 MORE_RECOMPUTED = 0.05
-"""Of all layers: so many more may be recomputed than were priced, about one percent of a step."""
+"""Share of all layers that may be recomputed in addition to those that were priced: about one percent of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ def megatron_line(candidate: Candidate, spec: ModelSpec) -> MegatronLine:
     """The parts of the command; raises an error if Megatron-LM has no flags for the split or the model."""
     split = candidate.split
     script, model = model_flags(spec, candidate.setup.seq or 0)
-    # Megatron-LM refuses tensor and context parallelism without one connection, and FSDP with it; kernels that run
-    # beside each other need many.
+    # Megatron-LM requires one connection for tensor and context parallelism and forbids it with FSDP; concurrent
+    # kernels need many.
     one = (split.tp > 1 or split.cp > 1) and split.zero < 2
     connections = "32" if candidate.how == "interleaved-overlap" else "1" if one else ""
     return MegatronLine(
@@ -86,14 +86,14 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
         flags += _routing(candidate, spec)
     if experts:
-        # Where nothing but matrices of experts is divided, the stream is gathered once and not every routed copy of it.
+        # If only the matrices of experts are sharded, gathering the tokens once moves less than sending routed copies.
         gathers = split.ep == 1 and cluster.expert_tp > 1
         flags.append(f"--moe-token-dispatcher-type {'allgather' if gathers else 'alltoall'}")
     if candidate.how == "interleaved-overlap":
-        # Its exchange runs beside the other direction's computation; W is kept apart for what stays exposed.
+        # The exchange overlaps with the other direction's computation; a separate W fills what stays exposed.
         flags.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
     flags.append(f"--micro-batch-size {split.micro_batch_size} --global-batch-size {setup.global_batch}")
-    # Experts behind tensor parallelism need the stream divided too.
+    # Experts with tensor parallelism require sequence parallelism.
     if split.tp > 1 and (setup.sequence_parallel or experts):
         flags.append("--sequence-parallel")
     if split.zero >= 2:
@@ -118,7 +118,7 @@ def _numbers(candidate: Candidate) -> list[str]:
     setup, fsdp = candidate.setup, candidate.split.zero >= 2
     gradients = "bf16" if setup.gradient_bytes == 2 else "fp32"
     flags = ["--bf16", *(["--grad-reduce-in-bf16"] if gradients == "bf16" else [])]
-    # Its FSDP does not look at the flag above: left alone, it keeps gradients in the precision of weights.
+    # FSDP ignores the flag above; by default it keeps gradients in the precision of the weights.
     flags += [f"--megatron-fsdp-main-grads-dtype {gradients}"] if fsdp else []
     if setup.precision in RECIPES:
         flags.append(f"--fp8-format hybrid --fp8-recipe {RECIPES[setup.precision]}")
@@ -128,7 +128,7 @@ def _numbers(candidate: Candidate) -> list[str]:
 
 
 def _states(candidate: Candidate) -> list[str]:
-    """What the optimizer keeps in less than fp32; its own code for that serves states in host memory as well."""
+    """The flags for optimizer state below fp32, and for state in host memory, which needs the same optimizer."""
     setup, split = candidate.setup, candidate.split
     if setup.states == "fp32":
         return ["--use-precision-aware-optimizer"] if setup.offload_optimizer else []
@@ -144,8 +144,8 @@ def _states(candidate: Candidate) -> list[str]:
 
 
 def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
-    """Node-limited routing: as many groups of experts as the expert ranks span nodes, and how many of them a token may
-    use. Without a limit, or where the ranks lie on no more nodes than that, nothing is said."""
+    """The flags for node-limited routing: one group of experts per node that the expert ranks span, and the number of
+    groups that a token may use. Empty without such a limit, or if the ranks span no more nodes than the limit."""
     setup, cluster = candidate.setup, candidate.setup.cluster()
     nodes = -(-cluster.ep * cluster.expert_tp // cluster.node_size)
     if setup.nodes_per_token is None or nodes <= setup.nodes_per_token:
@@ -173,7 +173,7 @@ def _context(candidate: Candidate, spec: ModelSpec) -> list[str]:
         near = nearby(setup.cluster(), split.cp, split.tp)
         flags.append(f"--hierarchical-context-parallel-sizes {near} {split.cp // near}")
     if setup.cp_kind in ("ulysses", "hierarchical"):
-        # Transformer Engine's rule, which no parser checks.
+        # A rule of Transformer Engine, which Megatron-LM's argument parser does not check.
         heads = {part.kv_heads for layer in spec for part in layer.parts if isinstance(part, Attention)}
         if any(number % (split.tp * near) for number in heads):
             raise OctoPipeError(

@@ -21,7 +21,8 @@ CHAINS = ("megatron",)
 
 
 def planned_for(spec: ModelSpec, runtime: str) -> ModelSpec:
-    """The model with its multi-token prediction in the form in which the runtime runs it."""
+    """Return the model with its multi-token prediction in the form that the runtime runs: a path or part of the
+    chain."""
     paths = spec.with_prediction_paths()  # refuses a model without it
     if runtime in PATHS:
         return paths
@@ -34,7 +35,7 @@ def planned_for(spec: ModelSpec, runtime: str) -> ModelSpec:
 
 
 def refuses_paths(runtime: str, spec: ModelSpec) -> str:
-    """Why a runtime cannot run predictions that are on a path of their own; empty if it can, or if there are none."""
+    """Return why a runtime cannot run predictions on a path of their own; empty if it can, or if there are none."""
     if not spec.takes or runtime in PATHS:
         return ""
     instead = "plan with --for megatron, which places them before the head" if runtime in CHAINS else "plan without it"
@@ -42,7 +43,8 @@ def refuses_paths(runtime: str, spec: ModelSpec) -> str:
 
 
 def placement(candidate: Candidate) -> dict[str, Any] | None:
-    """The form of the predictions and the ranks of their layers; None for a model without them."""
+    """Return how the predictions are planned (path or chain) and the ranks of their layers and of the heads; None for a
+    model without predictions, or if the split was not simulated."""
     spec, plan = candidate.spec, candidate.plan
     if spec is None or plan is None:
         return None
@@ -58,7 +60,7 @@ def placement(candidate: Candidate) -> dict[str, Any] | None:
 
 
 def placement_words(candidate: Candidate) -> list[str]:
-    """The same as a sentence."""
+    """Return the result of `placement` as a sentence, or no sentence."""
     found = placement(candidate)
     if found is None:
         return []

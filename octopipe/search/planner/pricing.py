@@ -69,7 +69,7 @@ class Candidate:
     spec: ModelSpec | None = None
 
     def __post_init__(self) -> None:
-        # Sums over arrays are numpy's numbers, which not every writer of JSON takes.
+        # Convert numpy scalars, which not every JSON writer accepts.
         for name in ("step_ms", "tuned_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
@@ -87,8 +87,8 @@ class Candidate:
 
 
 def exchange_hidden(costs: CostTable) -> CostTable:
-    """The costs with the exchange of every layer hidden behind its own computation, which a schedule of pairs
-    approaches. They are used for estimates only."""
+    """Return the costs with the exchange of every layer hidden behind its own computation, as far as a schedule of
+    pairs could at best. They are used for estimates only."""
     if costs.segments is None:
         return costs
     share = [costs.segments.share(kind, "exchange") for kind in "FI"]
@@ -102,8 +102,8 @@ def exchange_hidden(costs: CostTable) -> CostTable:
 
 
 def evenly_routed_ms(candidate: Candidate) -> float | None:
-    """The step time of the candidate if every expert rank received equally many tokens; None if the costs assume that
-    already."""
+    """Return the step time of the candidate if every expert rank received the same number of tokens; None if the costs
+    assume that already or the candidate was not simulated."""
     if candidate.spec is None or candidate.plan is None or not candidate.setup.imbalance or candidate.setup.ep == 1:
         return None
     even = costs_of_setup(candidate.spec, replace(candidate.setup, imbalance=()))
@@ -118,7 +118,7 @@ class _Work(NamedTuple):
     lane_ms: float
     """The time of the busier lane, compute or exchange; the sum of both if ops do not run in pairs."""
     way_ms: float
-    """The part of it that a micro-batch passes through one after the other: all of it, unless its path forks."""
+    """The part of the total that one micro-batch cannot run in parallel: all of it, unless the model's layers fork."""
     fastest: float
     """The slowdown factor of the fastest rank."""
 
@@ -138,10 +138,10 @@ class Pricer:
         layouts: bool = True,
         checkpoints: Checkpoints = "some",
     ):
-        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
-        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other.
-        `overlaps`: the published schedules that the runtime runs with such pairs. `layouts`: stages may differ in their
-        number of layers. `checkpoints`: which layers the runtime can recompute whole."""
+        """`recompute_ops`: recomputation is done by R ops of the plan, not included in the costs of layers. `pairs`:
+        orders may have pairs of ops that hide the experts' exchange, so bounds and estimates of tuning must not count
+        it as exposed. `overlaps`: the published schedules that the runtime runs with such pairs. `layouts`: stages may
+        differ in their number of layers. `checkpoints`: which layers the runtime can recompute whole."""
         self.layouts, self.checkpoints = layouts, checkpoints
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
         self.pairs, self.overlaps = pairs or bool(overlaps), overlaps
@@ -156,7 +156,7 @@ class Pricer:
         self._judged: dict[tuple[Split, tuple[str, ...]], Candidate] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
-        s = split  # costs do not depend on its stages per rank
+        s = split  # costs do not depend on vp
         key = (s.tp, s.cp, s.ep, s.etp, s.pp, s.dp, s.micro_batch_size, s.zero, s.hsdp, mode, layers)
         found = self._known.get(key)
         if found is None:
@@ -166,7 +166,8 @@ class Pricer:
         return found
 
     def bound_ms(self, split: Split) -> float:
-        """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
+        """Return a lower bound on the step time of this split under any order: the work divided evenly over the ranks,
+        plus the time that one micro-batch spends on the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # A layer's own time does not depend on how many ranks and replicas there are.
         key: tuple[int, ...] = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size)
@@ -177,8 +178,7 @@ class Pricer:
         work = self._work[key]
         if split.zero >= 2 and not self.base.nodes:
             return m * self._sharded_ms(split, work)
-        # Ops run in pairs, and hide what they exchange, where there are other ranks: one micro-batch's way has nothing
-        # to hide behind, all of them together do.
+        # In a pipeline, pairs may hide the exchange of all micro-batches together, but not on the way of a single one.
         lane = work.lane_ms if split.pp > 1 else work.total_ms
         way = (split.pp - 1) / (split.pp * split.vp) * work.way_ms
         return work.fastest * (m * lane / split.pp + way)
@@ -205,13 +205,14 @@ class Pricer:
         )
 
     def _way_ms(self, layer_ms: Sequence[float]) -> float:
-        """The time of the layers on the longest path through a model whose layers fork; 0 for a chain."""
+        """Return the time of the longest path through a model whose layers fork; 0 for a chain."""
         takes = self.spec.takes
         return sum(layer_ms[k] for k in LayerGraph(takes=takes).longest(layer_ms)) if takes else 0.0
 
     def _sharded_ms(self, split: Split, work: _Work) -> float:
-        """One micro-batch where replicas divide gradients or weights: the gathers and reductions of all layers together
-        beside all of their work. Layer by layer no more of them can be hidden."""
+        """Return a lower bound on the time of one micro-batch if replicas shard gradients or weights. The gathers and
+        reductions of all layers together are overlapped with all of their work; layer by layer, no more can be
+        hidden."""
         gpu = self.base.gpu
         assert gpu is not None
         cluster = Cluster(
@@ -240,14 +241,14 @@ class Pricer:
         return sum(max(pair) + self.rates.hidden * min(pair) for pair in pairs)
 
     def may_fit(self, split: Split) -> bool:
-        """Whether memory suffices for the training state and for the layer inputs that every rank has to keep in any
-        case."""
+        """Whether memory suffices for the training state and for the layer inputs, which are kept even under full
+        recomputation."""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
         state = least_state_bytes(split, self.dense, self.experts, self.base, self.trained)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.hidden / (split.tp if self.base.sequence_parallel else 1)
-        # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
+        # The first rank has min(m, pp) micro-batches in flight, each with 1/pp of the layers (without embedding, head).
         # A tower's layers may keep less, and nothing for a micro-batch without an image.
         inner = range(max((last for _, last in self.spec.towers), default=0) + 1, self.spec.num_layers - 1)
         states = layer_states(self.spec.num_layers, self.base.frozen)
@@ -256,7 +257,7 @@ class Pricer:
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
-        """The split by estimate, each once: a search that goes on judging begins where it was."""
+        """Return the estimated candidate of a split. It is cached, so that a search can continue judging later."""
         if (split, modes) not in self._judged:
             self._judged[split, modes] = self._estimated(split, modes)
         return self._judged[split, modes]
@@ -296,8 +297,8 @@ class Pricer:
         )
 
     def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
-        """The split under (interleaved) 1F1B, op by op; with the experts' exchange hidden where the runtime can do
-        that, it fits, and is faster."""
+        """Return the split simulated under (interleaved) 1F1B; under `interleaved-overlap`, which hides the experts'
+        exchange, if the runtime has it, it fits and it is faster."""
         plain = self._simulated(split, recompute)
         hides = "interleaved-overlap" in self.overlaps and split.vp > 1 and split.ep > 1 and recompute != "full"
         hidden = self.scheduled(split, "interleaved-overlap", chunks=split.vp) if hides else None
@@ -312,15 +313,15 @@ class Pricer:
             return build_plan(system, costs, split.pp, micro_batches, **options)
 
         if self.base.offload_layers is not None:
-            recompute = "none"  # what waits on the host is not computed again
+            recompute = "none"  # offloaded activations are not recomputed
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)
             if recompute != "none":
                 plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
             return self.of_plan(split, plan, costs, system)
-        # A rank holds no more activations after three rounds than it does after any number of them: how much must be
-        # recomputed is found on a short step.
+        # Memory reaches its peak within three rounds of the pipeline, so a short step suffices to find out how much
+        # must be recomputed.
         short = min(m, 3 * split.pp)
         _, costs = plan_under(recompute, lambda c: build(c, short), lambda *how: self.costs(split, *how))
         found = self.of_plan(split, build(costs), costs, system)
@@ -334,8 +335,8 @@ class Pricer:
         return self._by_speed(found, build)
 
     def _checkpointed(self, found: Candidate) -> int:
-        """How many layers the runtime recomputes where the candidate needs some of them: as many, all, or the same
-        number in every stage."""
+        """Return how many layers the runtime recomputes if the candidate needs some: exactly as many, all of them, or
+        the same number in every stage (see `Runtime.checkpoints`)."""
         layers = found.setup.recompute_layers or 0
         if not layers or self.checkpoints == "some":
             return layers
@@ -345,8 +346,8 @@ class Pricer:
         return checkpointed_per_stage(found.plan, layers)[1]
 
     def _by_speed(self, even: Candidate, build: Callable[[CostTable], Plan]) -> Candidate:
-        """For ranks of unequal speed: the same schedule with layers per stage in proportion to the speed of the stage's
-        rank, if that is faster and fits."""
+        """For ranks of unequal speed, return the same schedule with work per stage in proportion to the speed of the
+        rank, if that is faster and fits; otherwise the candidate itself."""
         costs = even.costs
         assert even.plan is not None and costs is not None
         plan = even.plan if costs.graph is None else build(costs.as_chain())
@@ -358,7 +359,8 @@ class Pricer:
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
     def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
-        """The split under a published schedule; None if the schedule does not apply or does not fit."""
+        """Return the split under a published schedule; None if the schedule does not apply or does not fit. Without R
+        ops, selective recomputation is tried if the schedule does not fit without recomputation."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         try:
             costs = self.costs(split)

@@ -1,4 +1,4 @@
-"""The record of a search in addition to its plan: the splits, and the best one on fewer and on more GPUs.
+"""The record of a search that accompanies its plan: the ranked splits, and the best split on fewer and on more GPUs.
 
 Knows: which numbers the cluster panel of a report needs. Does not know: how it is drawn (report/cluster.py).
 """
@@ -22,7 +22,7 @@ from octopipe.search.planner.why import why
 
 MOST_ROWS = 12
 STEPS = (0.25, 0.5, 2.0, 4.0)
-"""Numbers of GPUs beside the one that was asked for, as shares of it."""
+"""Further numbers of GPUs for which a split is found, as multiples of the requested number."""
 
 
 def record_of(
@@ -33,7 +33,8 @@ def record_of(
     scaling: list[dict[str, Any]],
     commands: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The record that a plan carries and that the panel draws, best first."""
+    """Return the record that is stored with the plan and drawn in the report's panel; its splits are sorted, best
+    first."""
     rows = [*found.ranked[: MOST_ROWS - 1]]
     out = [row_of(c, spec) for c in rows]
     if found.today is not None:
@@ -52,7 +53,7 @@ def record_of(
 
 
 def row_of(candidate: Candidate, spec: ModelSpec, how: str = "") -> dict[str, Any]:
-    """A split's numbers, and where its time goes if it was simulated."""
+    """Return the numbers of a split and, if it was simulated, the parts of its step time."""
     parts = why(candidate, spec)
     names = ("tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits", "recompute")
     return {
@@ -74,8 +75,9 @@ def scaled(
     runtime: Runtime = RUNTIMES["any"],
     budget_s: float = 8.0,
 ) -> list[dict[str, Any]]:
-    """The best split by estimate, then simulated, on a quarter to four times as many GPUs with the same batch; unequal
-    nodes stay as they are."""
+    """Return one row per number of GPUs, from a quarter to four times as many, with the same batch. On other numbers of
+    GPUs than the search's own, the best split by estimate is simulated under (interleaved) 1F1B and not tuned. On a
+    cluster of unequal nodes there is only the row of the search itself."""
     gpus, best = found.best.setup.num_gpus, found.best
     base, runtime = runtime.settled(base), runtime.of_model(spec)
     rows = [_point(gpus, best)]

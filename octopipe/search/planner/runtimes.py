@@ -38,7 +38,8 @@ class Runtime:
     most_with_predictions: Mapping[str, int] = field(default_factory=dict)
     """The same for models with multi-token prediction."""
     target: Target | None = "octopipe"
-    """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
+    """Class of plans that a search for it may return (see `search/restricted.py`); None if it runs only its own
+    schedule."""
     overlaps: tuple[str, ...] = ()
     """Schedules in which it hides the experts' exchange behind the other direction's computation."""
     runs_pairs: bool = True
@@ -46,11 +47,12 @@ class Runtime:
     trains: tuple[str, ...] = ()
     """What it can train besides all weights: `lora` (adapters), `frozen` (a model with some layers frozen)."""
     offloads: tuple[str, ...] = ()
-    """What it can keep in the host's memory, of what is priced here: `optimizer` state, whole layers' `activations`."""
+    """What it can keep in host memory: `optimizer` state, `activations` of whole layers."""
     recomputes_by_ops: bool = False
     """Whether it recomputes exactly what the plan's R ops say; other runtimes checkpoint layers instead."""
     checkpoints: Checkpoints = "some"
-    """Which layers it can checkpoint: `some` (any of them), as many in every `stage`, or `all` of them or none."""
+    """Which layers it can checkpoint: `some` (any of them), the same number in every `stage`, or `all` of them or
+    none."""
     precisions: tuple[str, ...] = PRECISIONS
     """Precisions of matrix products that it supports, of those that are priced here."""
     gradients: tuple[str, ...] = ("fp32", "bf16")
@@ -72,7 +74,7 @@ class Runtime:
         return self.zero if pp == 1 else self.zero_with_pipeline
 
     def refuses(self, setup: Setup) -> str:
-        """The reason why it cannot run such a set-up under any split; empty if it can."""
+        """Return the reason why it cannot run such a set-up under any split; empty if it can."""
         if setup.lora is not None and "lora" not in self.trains:
             return f"{self.title} has no adapters (LoRA)"
         if setup.frozen and "frozen" not in self.trains:
@@ -84,7 +86,8 @@ class Runtime:
         return self._refuses_numbers(setup)
 
     def _refuses_numbers(self, setup: Setup) -> str:
-        """Why it cannot compute or keep numbers as the set-up says."""
+        """Return the reason why it does not support the set-up's precision, gradients or optimizer state; empty if it
+        does."""
         if setup.precision not in self.precisions:
             what = f"does not run the {setup.precision} products that are priced here"
             return f"{self.title} {what}; give --precision {self.precisions[0]}"
@@ -98,13 +101,14 @@ class Runtime:
         return ""
 
     def of_model(self, spec: ModelSpec) -> Runtime:
-        """The same runtime with the sizes that it runs this model with."""
+        """Return the runtime with the limits on parallel sizes that it has for this model."""
         if not self.most_with_predictions or not any(isinstance(layer, Mtp) for layer in spec.layers):
             return self
         return replace(self, most={**self.most, **self.most_with_predictions})
 
     def settled(self, setup: Setup) -> Setup:
-        """The set-up with the gradients that the runtime has, where it has one kind and the set-up names none."""
+        """Return the set-up with the runtime's gradient precision, if it supports only one and the set-up names
+        none."""
         if setup.gradients is not None or len(self.gradients) > 1:
             return setup
         return replace(setup, gradients=self.gradients[0])  # type: ignore[arg-type]

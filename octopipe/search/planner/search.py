@@ -27,29 +27,30 @@ from octopipe.search.planner.tuning import ops_of, place_branches, schedules, tu
 from octopipe.search.planner.unfit import nothing_fits, unfit, unrun
 
 SIMULATED, TUNED = 8, 2
-"""Number of splits that are simulated at least, and number that are tuned first, if time allows."""
+"""Number of splits that are at least simulated, and number of splits that are tuned with a budget of 20 s."""
 JUDGING, SIMULATING = 0.3, 0.2
 """Shares of the budget for judging and for the first simulations; tuning gains more than either."""
 BY_BOUND = 0.7
-"""Of that share for judging, what is spent in the order of bounds; the rest on what is near the best."""
+"""The part of the time for judging in which splits are estimated in the order of their bounds; the rest is for the
+    neighbours of the best ones."""
 JUDGING_S = 8.0
-"""Seconds that judging gets where its share would be less, as long as there are twice as many."""
+"""Judging gets at least this many seconds, but at most twice its share of the budget."""
 PUBLISHED = 2
-"""Of the splits that published runs of the model used, the best by estimate that are simulated before all others."""
+"""Number of splits of published runs of the model, the best by estimate, that are simulated before all others."""
 ROUNDS = 3
-"""Number of times that a search with time left tunes its best splits again."""
+"""How often a search with time left tunes its best split again."""
 AGAIN = 0.9
-"""Before this share of the budget is spent, a search that had to stop judging goes on with it."""
+"""A search that had to stop judging continues with it, unless this share of the budget has been spent."""
 PLACED, PLACING = 3, 0.15
-"""Of a model whose layers fork: the number of splits whose branches are placed on other ranks, and the share of the
-time left that each of them gets."""
+"""For a model whose layers fork: the number of splits for which the ranks of the branches are optimised, and the share
+of the remaining time that each of them gets."""
 TUNING_S = 20.0
 """One more split is tuned for each further period of this many seconds in the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The ranking, and how much of the space was looked at."""
+    """The ranked splits, and how many of all splits were evaluated."""
 
     best: Candidate
     ranked: tuple[Candidate, ...]
@@ -57,10 +58,10 @@ class Found:
     splits: int
     judged: int
     cut_short: bool
-    """Whether time ended before every split that may be among the best was evaluated."""
+    """Whether time ran out before every split that may be among the best was evaluated."""
     seconds: float
     skipped: tuple[str, ...] = ()
-    """What was left out for time or size, and what more time may bring, in whole sentences."""
+    """Sentences about what was left out for lack of time or due to its size, and what more time may gain."""
     margin: float = 0.0
     """Splits within this share of the fastest count as equally fast; the simplest of them was chosen."""
     fastest: Candidate | None = None
@@ -90,9 +91,9 @@ def search(
 ) -> Found:
     """The best split of `gpus` GPUs for steps of `global_batch` sequences.
 
-    `budget_s` is wall-clock time from `began` (left out: now) and covers everything, a little for the answer included.
-    `clock` measures it: `time.process_time` makes answers on busy machines comparable. `published=False` does not look
-    at what published runs of the model used, as if nobody had run it: benchmarks measure the search alone with it.
+    `budget_s` is wall-clock time from `began` (default: now) and covers everything, including a little for the output.
+    `clock` measures it: `time.process_time` makes results on busy machines comparable. `published=False` ignores the
+    splits of published runs of the model, so that benchmarks measure the search alone.
     """
     budget = Budget(seconds=budget_s, clock=clock, began=began, stop=stop)
     run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say, published)
@@ -104,7 +105,7 @@ def search(
     run.schedule(judging + 1.5 * SIMULATING)
     run.place()
     run.improve()
-    # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
+    # If time is left after tuning, it is spent on the splits that have not been judged yet.
     while run.left_ms is not None and not budget.over(AGAIN):
         before = run.judged
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
@@ -174,8 +175,8 @@ class _Run:
         self.published = {s for s in known if all(getattr(s, k) == v for k, v in fixed.items())}
 
     def judge(self, until: float) -> None:
-        """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
-        looked at in any case."""
+        """Estimate splits until this share of the budget is spent, and keep the best; splits of published runs are
+        always estimated. Raises DoesNotFitError if none fits."""
         self.kept, self.judged, self.left_ms = judge(
             self.pricer,
             self.every,
@@ -198,10 +199,10 @@ class _Run:
         self.skipped = []
 
     def simulate(self, until: float) -> None:
-        """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
-        the budget is spent."""
+        """Simulate splits in the order of their estimates, until `SIMULATED` are done and the next one's estimate is
+        not below the best simulated time, or until this share of the budget is spent; but never before one fits."""
         self.tell("simulating the best few")
-        # Splits of published runs are simulated first: however short the time, the answer is not slower than they are.
+        # Splits of published runs come first, so that the answer is not slower than them even if time is short.
         used = [c for c in self.kept if c.split in self.published][:PUBLISHED]
         for candidate in [*used, *varied(self.kept, each=2)]:
             best_ms = self.best_ms
@@ -215,12 +216,12 @@ class _Run:
 
     @property
     def hopeful(self) -> list[Candidate]:
-        """The splits with a pipeline, sorted by the step time that tuning may reach."""
+        """The splits with a pipeline, sorted by the estimated step time after tuning."""
         return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
 
     def schedule(self, until: float) -> None:
-        """Published and hopeful splits under the published schedules that need any order of ops, until this share of
-        the budget is spent: most of what tuning would gain, for a few simulations each."""
+        """Simulate splits of published runs and the most promising ones under zero-bubble and similar schedules, until
+        this share of the budget is spent. For a few simulations each, this gains most of what tuning would gain."""
         if not self.runtime.any_order:
             return
         used = [c for c in sorted(self.kept, key=hoped_first) if c.split in self.published and c.split.pp > 1]
@@ -235,14 +236,15 @@ class _Run:
         self.simulated += schedules(self.pricer, begun, self.budget, pairs=self.runtime.runs_pairs)
 
     def improve(self) -> None:
-        """Tune the most promising splits, and simulate what is left, for as long as there is time."""
+        """Tune the most promising splits, then simulate others that may be nearly as fast as the best, as long as there
+        is time."""
         if self.runtime.tuned:
             number = TUNED + int(self.budget.seconds // TUNING_S) - 1
             for candidate in self.hopeful[: 2 * number]:
                 if self.budget.over():
                     return
                 if candidate.split in self.improved or candidate.tuned_ms >= self.best_ms:
-                    continue  # nothing that tuning may find here would be the answer
+                    continue  # even when tuned, this split would not be the answer
                 self.improved.add(candidate.split)
                 self._improve(candidate, self.budget.left() / max(number, 1))
                 number -= 1
@@ -253,7 +255,8 @@ class _Run:
                 self._simulated(candidate.split)
 
     def deepen(self, rounds: int) -> None:
-        """Tune what is best so far again, from where it is and with other random numbers, while there is time."""
+        """Tune the best candidate again, up to `rounds` times while there is time, starting from its plan and with
+        other random seeds."""
         for number in range(1, rounds + 1):
             found = [c for c in (*self.simulated, *self.tuned) if c.fits and c.plan is not None]
             best = min(found, key=lambda c: c.step_ms, default=None)
@@ -277,7 +280,7 @@ class _Run:
                 return
 
     def place(self) -> None:
-        """Of a model whose layers fork, the best few splits with the stages of every branch where they are best."""
+        """For a model whose layers fork, place the stages of the branches of the best few splits on better ranks."""
         if not self.spec.takes or not self.runtime.tuned:
             return
         fitting = sorted((c for c in self.simulated if c.fits and c.split.pp > 1), key=lambda c: c.step_ms)
@@ -319,7 +322,8 @@ class _Run:
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
 
     def _unjudged(self, best: Candidate) -> list[str]:
-        """What was not evaluated for lack of time, and its maximum gain: a bound holds for every order of the ops."""
+        """Return a sentence about the splits that were not evaluated for lack of time, and how much faster one of them
+        could be according to their bounds, which hold for every order of the ops; empty if all were evaluated."""
         if self.left_ms is None:
             return []
         if not self.left_ms:
@@ -342,7 +346,7 @@ class _Run:
         return next((c for c in self.simulated if c.split == split), None)
 
     def _affords(self, candidate: Candidate) -> bool:
-        """Whether a simulation of the split would end in time."""
+        """Whether there is enough time left to simulate the split."""
         s = candidate.split
         ops = 2 * s.pp * s.vp * (self.pricer.global_batch // (s.dp * s.micro_batch_size))
         return self.budget.simulating_s(2 * ops) < self.budget.left()
@@ -361,10 +365,10 @@ class _Run:
         interrupted = self.budget.stop()
         fitting = sorted((c for c in self.simulated if c.fits), key=lambda c: c.step_ms)
         if self.runtime.name == "any":
-            # An answer that no runtime runs is none, however fast.
+            # Drop splits that no runtime can run.
             fitting = [c for c in fitting if runs_on(c, self.spec)]
             self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
-        # Today's split is an answer only where it has the sizes that were asked for.
+        # Today's split may be the answer only if it has the fixed sizes.
         asked = present is not None and all(getattr(present.split, k) == v for k, v in self.fixed.items())
         rivals = [*fitting, *self.tuned, *([present] if asked and present is not None and present.fits else [])]
         if not rivals and interrupted:
@@ -377,7 +381,7 @@ class _Run:
         best = simplest(rivals, margin, present if asked else None)
         done = {c.split for c in self.simulated}
         rest = [c for c in self.kept if c.split not in done]
-        # What was only estimated comes last: a closed form is not an answer beside a simulation.
+        # Splits that were only estimated come after the simulated ones.
         ranked = sorted(
             [*self.tuned, *self.simulated, *rest],
             key=lambda c: (c is not best, not c.fits, c.how == "estimated", c.step_ms),
@@ -404,7 +408,7 @@ def _today(
     today: Mapping[str, int],
     recompute: str,
 ) -> Candidate:
-    """The split that the user runs today, priced with the same cost model."""
+    """Return the split that the user runs today, priced with the same cost model. Missing sizes get their defaults."""
     assert base.gpu is not None
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
@@ -416,7 +420,7 @@ def _today(
     if sizes["vp"] > 1 and sizes["pp"] == 1:
         raise OctoPipeError(f"today's split has vp {sizes['vp']} but no pipeline (pp 1); leave vp out or say which pp")
     if sizes["pp"] > 1:
-        sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
+        sizes["zero"] = min(sizes["zero"], 1)  # with a pipeline, runtimes shard only optimizer state
     if "etp" not in sizes:
         sizes["etp"] = Cluster(gpu=base.gpu, tp=sizes["tp"], cp=sizes["cp"], dp=dp, ep=sizes["ep"]).expert_tp
         sizes["etp"] = sizes["etp"] if pricer.experts else 1
@@ -427,7 +431,7 @@ def _today(
             f"{pricer.global_batch}"
         )
     if split.vp == 2 and pricer.global_batch // (dp * split.micro_batch_size) % split.pp:
-        # Interleaved 1F1B cannot run it: two stages per rank are those of a V-shaped schedule, as DualPipe's.
+        # Interleaved 1F1B cannot run this; the two stages per rank are taken for those of a V-shaped schedule.
         one = replace(split, vp=1)
         found = [c for name in ("dualpipev", "zb-v") if (c := pricer.scheduled(one, name)) is not None]
         if found:

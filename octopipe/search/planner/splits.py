@@ -19,13 +19,13 @@ from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 
 CHUNKS = (1, 2, 4, 8)
 MOST_CHUNKS = 32
-"""Stages per rank that every split is judged with, and the most that are tried of the best splits."""
+"""Stages per rank with which every split is judged, and the largest number that is tried for the best splits."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 LEAST_SLICE = 512
-"""Fewer tokens of a sequence per GPU than this are not tried with context parallelism."""
+"""Context parallelism that leaves a GPU fewer tokens of a sequence than this is not tried."""
 MOST_PP = 64
 SHARDED_NODES = (1, 2, 4, 8)
-"""Nodes that one copy of a model's state is divided over, where HSDP is tried."""
+"""Numbers of nodes over which one copy of the model's state is sharded with HSDP."""
 FIXABLE = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
 
 
@@ -45,7 +45,7 @@ class Split:
     etp: int = 1
     """GPUs that divide one expert's matrices; 1 for a model without experts."""
     hsdp: int = 1
-    """Number of copies of the state that ZeRO shards."""
+    """Number of copies of the training state, each of which ZeRO shards (HSDP)."""
 
     def setup(self, base: Setup, global_batch: int) -> Setup:
         return replace(
@@ -64,7 +64,7 @@ class Split:
 
     @property
     def whole_layers(self) -> bool:
-        """Whether `octopipe train` runs the split: it divides neither tensors nor state."""
+        """Whether neither tensors nor training state are sharded, so that `octopipe train` runs the split."""
         return self.tp * self.cp * self.ep == 1 and (self.zero == 0 or self.dp == 1)
 
     @property
@@ -93,7 +93,7 @@ def splits(
     fixed: Mapping[str, int] | None = None,
     runtime: Runtime = RUNTIMES["any"],
 ) -> Iterator[Split]:
-    """Every split of the GPUs that divides the model and the batch."""
+    """Yield every split of the GPUs that divides the model and the batch, has the fixed sizes and suits the runtime."""
     fixed = dict(fixed or {})
     assert base.gpu is not None and base.seq is not None
     layers = spec.num_layers  # embedding and head may be stages of their own
@@ -101,7 +101,7 @@ def splits(
     experts, widths = [part.experts for part in routed], sorted({part.ffn for part in routed})
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
-    # All-to-alls divide heads over the context-parallel group as well, those of keys and values too.
+    # Ulysses divides heads, including those of keys and values, over the context-parallel group as well.
     names = ("heads", "kv_heads") if base.cp_kind == "ulysses" else ()
     heads = [getattr(part, name, 0) for layer in spec for part in layer.parts for name in names]
 
@@ -127,13 +127,13 @@ def splits(
 def _finer(  # type: ignore[no-untyped-def]
     base, tp, cp, pp, dp, layers, experts, widths, global_batch, fixed, allowed, runtime
 ) -> Iterator[Split]:
-    """Micro-batch size, experts, stages per rank and sharding of one (tp, cp, pp, dp)."""
+    """Yield the splits of one (tp, cp, pp, dp): micro-batch sizes, expert sizes, stages per rank and sharding."""
     share = global_batch // dp
     eps = [1]
     if experts:
         eps = [e for e in divisors(tp * cp * dp) if all(n % e == 0 for n in experts) and e & (e - 1) == 0]
         eps = sorted({*eps, *([fixed["ep"]] if "ep" in fixed and tp * cp * dp % fixed["ep"] == 0 else [])})
-    # Where there is one replica nothing is divided: the levels are the same, and the first stands for all.
+    # With one replica nothing is sharded: all ZeRO levels are equivalent, and the first one stands for all.
     zeros = list(runtime.zero_levels(pp)) if dp * cp > 1 else list(runtime.zero_levels(pp)[:1])
     if base.offload_optimizer:
         zeros = [z for z in zeros if z < 2]
@@ -159,8 +159,8 @@ def _finer(  # type: ignore[no-untyped-def]
 
 
 def expert_tensor_sizes(tp: int, replicas: int, ep: int, widths: list[int], given: int | None) -> list[int]:
-    """GPUs that may share an expert: one, or the tensor-parallel group, where what is left of a stage's GPUs and the
-    experts' width allow it; a size that was given may be any."""
+    """Return the numbers of GPUs that may shard one expert: 1 or `tp` (only `given`, if it is not None), as far as the
+    GPUs of a stage and the width of the experts are divisible."""
     if not widths:
         return [1]
     sizes = {1, tp} if given is None else {given}
@@ -168,8 +168,8 @@ def expert_tensor_sizes(tp: int, replicas: int, ep: int, widths: list[int], give
 
 
 def copies_of(split: Split, base: Setup, given: int | None) -> list[int]:
-    """How many copies of the sharded state are tried: one, and where replicas divide gradients or weights in every
-    micro-batch, as many as leave each copy on one, two, four or eight nodes."""
+    """Return the numbers of copies of the sharded state to try: one and, from ZeRO-2 on, the numbers with which each
+    copy is sharded over `SHARDED_NODES` nodes. A `given` number is the only one, if it is possible."""
     replicas = split.cp * split.dp
     experts = split.tp * replicas // (split.ep * split.etp)
     if given is not None:
@@ -185,7 +185,7 @@ def copies_of(split: Split, base: Setup, given: int | None) -> list[int]:
 
 
 def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNTIMES["any"]) -> list[Split]:
-    """The same split with every number of stages per rank."""
+    """Return the split with every number of stages per rank that is possible."""
     most = min(runtime.most.get("vp", MOST_CHUNKS), MOST_CHUNKS, layers // split.pp)
     if split.pp == 1 or micro_batches % split.pp:
         most = 1
@@ -193,8 +193,8 @@ def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNT
 
 
 def least_state_bytes(split: Split, dense: float, experts: float, base: Setup, trained: float = 1.0) -> float:
-    """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may.
-    `trained` is the share of weights that have gradients and optimizer state."""
+    """Return a lower bound on the bytes of training state on a GPU of the fullest rank: an even share of everything,
+    sharded according to the ZeRO level. `trained` is the share of weights with gradients and optimizer state."""
     stage, shared = split.tp * split.cp * split.dp, split.ep * split.etp
     copies = {"dense": split.dp * split.cp // split.hsdp, "experts": max(1, stage // shared // split.hsdp)}
     counts = {"dense": dense / (split.tp * split.pp), "experts": experts / (shared * split.pp)}
@@ -210,7 +210,7 @@ def least_state_bytes(split: Split, dense: float, experts: float, base: Setup, t
 
 
 def tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus_per_node: int | None) -> list[int]:
-    """Tensor-parallel sizes that divide every layer and stay on the fast links."""
+    """Return the tensor-parallel sizes that divide every layer and a node."""
     node = gpus_per_node or gpu.gpus_per_node
     names = ("heads", "value_heads", "inner", "ffn", "shared_ffn")
     sizes = {getattr(part, n, None) for layer in spec for part in layer.parts for n in names}
@@ -219,7 +219,7 @@ def tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus_per_node: int | None) -> list[i
 
 
 def why_no_split(name: str, gpus: int, global_batch: int, fixed: Mapping[str, int]) -> str:
-    """Why there is no split with the sizes that were given, in one line."""
+    """Explain in one line why there is no split with the given sizes."""
     if fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
         return (
             f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
@@ -231,7 +231,7 @@ def why_no_split(name: str, gpus: int, global_batch: int, fixed: Mapping[str, in
 
 
 def parse_split(text: str) -> dict[str, int]:
-    """`tp=4,pp=8,vp=5` as sizes; `mbs` stands for micro_batch_size."""
+    """Parse sizes like `tp=4,pp=8,vp=5`; `mbs` stands for micro_batch_size and `chunks` for vp."""
     out: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")

@@ -17,22 +17,23 @@ from octopipe.search.planner.runtimes import Runtime, Target
 from octopipe.search.planner.splits import Split
 
 TUNABLE_OPS = 400_000
-"""With more ops than this, a search of a few seconds makes only a few moves."""
+"""Plans with more ops are not tuned, because a search of a few seconds would make only a few moves."""
 KEPT_KERNELS = 20
-"""Number of files in the kernel cache from which on a search has little left to compile."""
+"""With at least this many files in the kernel cache, a search has little left to compile."""
 COMPILING_S = 8.0
 """Seconds that compiling the kernels of a search may take."""
 LEAST_S = 0.5
-"""Seconds below which a search is not worth beginning."""
+"""A search is not started if less time than this is left."""
 
 
 def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool = True) -> list[Candidate]:
-    """The split under zero-bubble schedules, and where experts exchange tokens under DualPipeV, which hides that
-    exchange: what a tuned order has to beat, and what is left where it finds none."""
+    """Return the split under zero-bubble schedules and, if experts exchange tokens and pairs are allowed, under
+    DualPipeV, which hides the exchange. These are what a tuned order has to beat, and the fallback if tuning finds
+    nothing."""
     exchanges = pairs and begun.costs is not None and begun.costs.exchanges
     out, ops = [], ops_of(begun)
     for system in ("zb-v", "zb-h1", *(["dualpipev"] if exchanges else [])):
-        # Twice as many ops, under two ways of recomputing.
+        # Split backwards have twice as many ops, and up to two recomputation modes are simulated.
         if budget.left(ops) > budget.simulating_s(4 * ops) and not budget.stop():
             found = pricer.scheduled(begun.split, system)
             out += [found] if found is not None else []
@@ -40,8 +41,8 @@ def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool =
 
 
 def place_branches(pricer: Pricer, candidate: Candidate, over: Stop) -> Candidate | None:
-    """The split with every stage of its branches on the rank where it is best, as far as time allows; None where that
-    is no faster."""
+    """Return the split with the stages of its branches moved to better ranks, as far as time allows; None if that does
+    not fit or is not faster."""
     plan, costs = candidate.plan, candidate.costs
     assert plan is not None and costs is not None
     found = pricer.of_plan(candidate.split, placed(plan, costs, over), costs, "placed")
@@ -53,15 +54,15 @@ def ops_of(candidate: Candidate) -> int:
 
 
 def target_of(split: Split, runtime: Runtime, *, forks: bool = False) -> Target:
-    """Which plans a search may return: layers on several ranks and recomputation by ops run in `octopipe train` alone.
-    Where layers fork, `octopipe.Pipeline` runs every plan."""
+    """Return the class of plans that a search may return. Only `octopipe train` runs copies of layers and recomputation
+    by R ops; it is assumed for runtime `any` if it can run the split, or if layers fork (`octopipe.Pipeline`)."""
     assert runtime.target is not None
     return "torch" if runtime.name == "any" and not forks and not split.whole_layers else runtime.target
 
 
 def without_kernels(budget: Budget) -> str:
-    """Make the search's kernels ready, from what was kept or by compiling them; the reason where that would end too
-    late."""
+    """Load the search's kernels from the cache or compile them; return the reason if there is not enough time for that,
+    otherwise an empty string."""
     from octopipe.base.compile.store import private_folder
     from octopipe.search.tuner.warm import compile_kernels
 
@@ -84,8 +85,8 @@ def tune_candidate(
     recompute: str,
     budget: Budget,
 ) -> tuple[Candidate | None, str, bool]:
-    """The candidate's split tuned as far as the runtime can run it, None where that found nothing faster; the reason
-    where no search ran; and whether somebody ended it. All of it takes about `seconds`."""
+    """Tune the candidate's split among the plans that the runtime can run, within about `seconds`. Return the tuned
+    candidate (None if nothing faster was found), the reason if no search ran, and whether a stop was requested."""
     from octopipe.search.tuner import tune
 
     plan, costs = candidate.plan, candidate.costs
@@ -104,7 +105,7 @@ def tune_candidate(
     ours = target == "octopipe" and (runtime.name != "any" or candidate.split.whole_layers)
     whole = costs.setup is not None and costs.setup.recompute == "full"
     if whole and recompute == "auto" and runtime.name == "any" and ours:
-        # The search knows better than a number of layers for all which ones to recompute.
+        # The search chooses the recomputed layers itself, better than a number of layers that holds for all ranks.
         costs, start = pricer.costs(candidate.split, "selective"), None
     began = budget.used()
     until = began + searching + 0.5 * (seconds - searching)

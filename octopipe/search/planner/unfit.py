@@ -1,4 +1,4 @@
-"""Why a cluster has no answer: the leanest split that still does not fit, or the one that no runtime runs.
+"""Why a search has no answer: even the split that needs least memory does not fit, or no runtime runs the best one.
 
 Knows: the words of these errors and what would help. Does not know: how splits are searched (`search.py`).
 """
@@ -16,7 +16,8 @@ from octopipe.search.planner.splits import Split, least_state_bytes
 
 
 def nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
-    """The error if no split fits: the leanest split, what it lacks, and whether host memory would help."""
+    """Return the error for a search in which no split fits: the split that needs least memory, what it needs, and
+    whether keeping optimizer state in host memory would help."""
     words = unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
     small = [split for split in every if split.zero < 2]
     if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
@@ -39,7 +40,7 @@ def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
 
 
 def unrun(best: Candidate, spec: ModelSpec) -> str:
-    """The reasons why no runtime can run the best simulated split."""
+    """Return the error that lists why each runtime cannot run the best simulated split."""
     lines = command_lines(best, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
     reasons = "; ".join(f"{name}: {line.removeprefix('none: ')}" for name, line in lines.items())
     return f"no runtime runs {best.split.words()}, the best of what was simulated in time; give more time ({reasons})"

@@ -44,7 +44,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "optimizer": "optimizer",
     }
 )
-"""The parts in the order in which they are shown."""
+"""The names of the parts, in the order in which they are shown."""
 ROUNDING = 1e-9
 LEAST = 0.005
 """Parts with a smaller share are not mentioned."""
@@ -72,7 +72,7 @@ class Why:
     step_ms: float
     shares: tuple[Share, ...]
     waits: Mapping[str, float]
-    """The bubble by cause, in ms: filling and draining, transfers, uneven ranks, the rest."""
+    """The bubble by cause, in ms: filling and draining, transfers, uneven ranks, other."""
 
     def of(self, name: str) -> Share:
         return next(share for share in self.shares if share.name == name)
@@ -99,7 +99,7 @@ class Why:
 
 
 def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
-    """The parts of a simulated split's step; None where it was only estimated."""
+    """Return the parts of a simulated split's step; None if the split was only estimated or its set-up has no GPU."""
     plan, costs, timeline = candidate.plan, candidate.costs, candidate.timeline
     if plan is None or costs is None or timeline is None or costs.setup is None or costs.setup.gpu is None:
         return None
@@ -108,11 +108,11 @@ def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
     ranks, step = timeline.num_ranks, float(timeline.step_ms)
     took = _took(plan, costs, timeline)
     ms, alone = (dict(zip(NAMES, values / ranks, strict=True)) for values in _by_layers(plan, took, shares))
-    # Ops that run together take less than one after the other: what is saved is exchange behind compute.
+    # The ops of a pair take less time together than in sequence; the difference is exchange hidden behind compute.
     ms["ep"] -= (float(took.sum()) - float(timeline.busy_ms.sum())) / ranks if timeline.lanes is not None else 0.0
     reduced = _reducing(timeline) / ranks
     updated = sum(e.end_ms - e.start_ms for e in timeline.extras if e.name == "optimizer") / ranks
-    # Of one pipeline, context-parallel GPUs reduce gradients among themselves, and the costs count that as update.
+    # Context-parallel GPUs of one pipeline reduce gradients among themselves; the costs count that as optimizer time.
     update = float(costs.optimizer_ms.sum())
     own = min(1.0, sum(layer.optimizer_ms for layer in layers) / update) if update > 0 else 1.0
     ms["dp"] += reduced + (1.0 - own) * updated
@@ -131,8 +131,8 @@ def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
 
 
 def _took(plan: Plan, costs: CostTable, timeline: Timeline) -> np.ndarray:
-    """Milliseconds of all ops by stage and kind. The span of an op that runs beside another one is that of both: what
-    it takes by itself counts."""
+    """Return the milliseconds of all ops by stage and kind. If ops run in pairs, each op counts with the time that it
+    takes alone, because its span in the timeline covers both ops."""
     spans, kinds = timeline.spans, len(KINDS)
     where: np.ndarray = spans.stage * kinds + spans.kind
     ms = spans.end_ms - spans.start_ms
@@ -147,13 +147,13 @@ def _took(plan: Plan, costs: CostTable, timeline: Timeline) -> np.ndarray:
 
 
 def _reducing(timeline: Timeline) -> float:
-    """Milliseconds that all ranks reduce gradients while they compute nothing."""
+    """Return the milliseconds in which ranks reduce gradients without computing, summed over all ranks."""
     spans, total = timeline.spans, 0.0
     for rank in range(timeline.num_ranks):
         mine = spans.rank == rank
         order = np.argsort(spans.start_ms[mine], kind="stable")
         start, end = spans.start_ms[mine][order], spans.end_ms[mine][order]
-        # Of an op that runs beside another one, only what goes on after that one.
+        # Of an op that overlaps an earlier one, only the part after that one counts.
         start = np.maximum(start, np.concatenate(([-np.inf], np.maximum.accumulate(end)[:-1])) if end.size else start)
         for extra in timeline.extras:
             if extra.rank == rank and extra.name != "optimizer":
@@ -163,8 +163,8 @@ def _reducing(timeline: Timeline) -> float:
 
 
 def _by_layers(plan: Plan, took: np.ndarray, shares: LayerShares) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds by name, summed over all ops of all ranks, each divided as its layers are: what shows, and what
-    collectives take alone."""
+    """Divide the time of all ops by the shares of their layers; return the milliseconds of every name: the exposed
+    time, and the time that collectives would take if nothing were hidden."""
     shown, alone = np.zeros(len(NAMES)), np.zeros(len(NAMES))
     for number, k in zip(*np.nonzero(took), strict=True):
         stage = plan.stages[number]
@@ -174,7 +174,8 @@ def _by_layers(plan: Plan, took: np.ndarray, shares: LayerShares) -> tuple[np.nd
 
 
 def _waits(timeline: Timeline, waiting: float) -> dict[str, float]:
-    """The bubble by cause; what the timeline's own causes leave over is waiting for the slowest reduction."""
+    """Return the bubble by cause. The rest, which the causes of the timeline do not explain, is mostly waiting for the
+    slowest reduction."""
     b = timeline.bubbles
     causes = {
         "filling and draining": float(b.boundary_ms.mean()),
@@ -189,13 +190,13 @@ def _waits(timeline: Timeline, waiting: float) -> dict[str, float]:
 
 
 def difference(best: Why, today: Why) -> list[tuple[str, float]]:
-    """(part, ms that the first saves per step), largest first; negative where it spends more."""
+    """Return (title of a part, ms per step that `best` saves in it), sorted by size; negative if it takes longer."""
     moved = [(s.title, today.of(s.name).ms - s.ms) for s in best.shares]
     return sorted(moved, key=lambda pair: -abs(pair[1]))
 
 
 def difference_words(best: Why, today: Why) -> str:
-    """What the time saved over today's split comes from."""
+    """Describe which parts of the step account for the time saved over today's split."""
     saved = today.step_ms - best.step_ms
     told = [
         f"{title} {'-' if ms > 0 else '+'}{milliseconds(abs(ms))}"

@@ -2,14 +2,14 @@
 
 Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and Partitioning", ASPLOS 2024
 (known here from its abstract; the algorithm as generally understood).
-Rule, inner: for every range of layers on stage s save the layers that leave the least recomputation, such
-that in-flight * saved + one restored micro-batch + static bytes fit. Outer: from the last stage back,
+Rule, inner: for every range of layers on stage s, choose the saved layers such that recomputation takes least
+time and in-flight * saved + one restored micro-batch + static bytes fit. Outer: from the last stage back,
 W_s = F_s + max(W_{s+1} + b_{s+1}, (k_s - 1) F_s), E_s = b_s + max(E_{s+1} + F_{s+1}, (k_s - 1) b_s),
 S_s = max(S_{s+1}, F_s + b_s), k_s = min(p - s, m) in flight; minimise T = W_0 + E_0 + max(m - p, 0) S_0.
 Simplified: the unit of recomputation is a layer. The knapsack counts memory as the simulator does (a run of
 recomputed layers keeps its first input); it is exact where all sizes share a unit of at least 1/2^15 of the
-room, else sizes are rounded up to 1/2^13 of it. For m near p the published T forgets that late stages are
-busy m times, and its minimum would put nearly all layers there; we apply T to every suffix of the pipeline,
+room, else sizes are rounded up to 1/2^13 of it. For m near p the published T ignores that late stages run
+m times, and its minimum would put nearly all layers there; we apply T to every suffix of the pipeline,
 Z_s = max(W_s + E_s + max(m - (p - s), 0) S_s, F_s + b_s + Z_{s+1}), and minimise Z_0: like T a lower bound on
 1F1B's time, and equal to it for m >> p. The outer programme keeps the Pareto frontier of
 (W + b, E + F, S, Z) and is exact.
@@ -30,7 +30,7 @@ from octopipe.search.systems.layer_ranges import LayerRanges, layer_ranges, one_
 from octopipe.search.systems.registry import Setting, system
 
 FINE, COARSE = 1 << 15, 1 << 13
-"""Grid of the knapsack: where sizes share a unit, and where they are rounded up."""
+"""Largest number of cells of the knapsack: if all sizes share a unit, and if they are rounded up."""
 
 
 @system(
@@ -77,7 +77,7 @@ class Knapsack:
         )
 
     def cell(self, room: Floats) -> NDArray[np.int64]:
-        """The grid cell of an amount of memory; -1 if there is none."""
+        """Return the grid cell of an amount of memory; -1 if the amount is negative."""
         with np.errstate(over="ignore"):  # if nothing is kept, units are tiny
             held = np.where(room < 0, -1.0, np.minimum(room / self.unit + 1e-9, self.cells - 1))
         return np.floor(held).astype(np.int64)
@@ -107,7 +107,7 @@ def recompute_ms(ranges: LayerRanges) -> Floats:
 
 
 def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The layers each stage of a partition recomputes."""
+    """Return the layers that each stage of a partition recomputes."""
     fits = ranges.read(ranges.fits, sizes)
     if fits.all():
         return [() for _ in sizes]
@@ -250,7 +250,7 @@ def adapipe_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int,
         warm, end = f + np.maximum(labels[:, 0], ahead * f), b + np.maximum(labels[:, 1], ahead * b)
         steady = np.maximum(labels[:, 2], f + b)
         alone = warm + end + max(num_micro_batches - (p - s), 0) * steady
-        # The stage before sees this one's W behind its b, and its E behind its F.
+        # The recursion of the previous stage uses W + b and E + F of this one.
         return np.column_stack((warm + b, end + f, steady, np.maximum(alone, f + b + labels[:, 3])))
 
     def value(labels: Floats) -> Floats:

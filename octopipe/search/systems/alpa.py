@@ -3,9 +3,9 @@
 Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022.
 Rule: minimise T = sum_s t_s + (m-1) max_s t_s with t_s the forward and backward of a stage, over all cuts of the
 layer list whose in-flight micro-batches fit under 1F1B. Transfers are ignored; the order is 1F1B.
-Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
-Simplified: one device (or tensor-parallel group) per stage; with submeshes of a whole cluster it stands in
-`planner/published/alpa.py`. Alpa runs one programme per candidate of max t; we keep the Pareto frontier of
+Made for equal devices: on unequal ranks it assumes equal speed and the smallest memory of all.
+Simplified: one device (or tensor-parallel group) per stage; `planner/published/alpa.py` has it with submeshes of a
+whole cluster. Alpa runs one programme per candidate of max t; we keep the Pareto frontier of
 (sum, max) instead: same optimum.
 """
 

@@ -1,8 +1,8 @@
-"""Two pipelines through the same ranks, one down and one up: what Chimera and DualPipe share.
+"""Two pipelines through the same ranks, one down and one up: the common part of Chimera and DualPipe.
 
 Knows: which stages and routes a bidirectional plan has. Does not know: any order. Stage s of the down
 pipeline is stage s, stage s of the up pipeline is stage p + s; both hold the same layers, on different ranks,
-so the weights are there twice and the simulator adds the reduction of their gradients.
+so the weights are held twice and the simulator adds the reduction of their gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def micro_batch_of(index: int, direction: int) -> int:
 def bidirectional_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, orders: Sequence[Sequence[Op]]
 ) -> Plan:
-    """The plan with these orders over the even split, which is held once in each direction."""
+    """Return the plan with these orders on the even split, which is held once in each direction."""
     p = num_ranks
     sizes = even_sizes(costs, p)
     stages = stages_from_sizes(sizes, range(p)) + stages_from_sizes(sizes, range(p - 1, -1, -1))

@@ -2,10 +2,10 @@
 
 Kim et al., "BPipe: Memory-Balanced Pipeline Parallelism for Training Large Language Models", ICML 2023 (rule as
 generally known).
-Rule: 1F1B; rank i may hold at most ceil((p+2)/2) micro-batches. Where one more would have to be held, the newest
-stash moves to rank p-1-i, which has room, and comes back for its backward. Peak ceil((p+2)/2) everywhere.
-Simplified: a plan has no word for such moves, so the plan is 1F1B's, its time counts them as hidden behind
-compute (which the paper arranges), and `balanced_peak_bytes` says what memory becomes; `compare` shows that.
+Rule: 1F1B; rank i may hold at most ceil((p+2)/2) micro-batches. Before it would hold one more, the newest
+activation moves to rank p-1-i, which has room, and comes back for its backward. Peak ceil((p+2)/2) everywhere.
+Simplified: a plan cannot express such moves, so it is the plan of 1F1B. The moves are taken to be hidden behind
+compute, as in the paper, and `balanced_peak_bytes` returns the resulting memory, which `compare` shows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def most_held(num_ranks: int) -> int:
 
 
 def moves(plan: Plan) -> list[Move]:
-    """Every activation that is moved, rank after rank."""
+    """Return all moves of activations that BPipe makes in this plan, rank after rank."""
     out: list[Move] = []
     limit = most_held(plan.num_ranks)
     for rank, order in enumerate(plan.orders):
@@ -71,7 +71,7 @@ def moves(plan: Plan) -> list[Move]:
 
 
 def balanced_peak_bytes(plan: Plan, costs: CostTable, timeline: Timeline) -> NDArray[np.float64]:
-    """Peak bytes per rank once the moves are made."""
+    """Return the peak bytes per rank with the moves of `moves`."""
     t, memory = plan.table(), stage_memory(plan, costs)
     start = timeline.spans.start_ms
     shifts: list[list[tuple[float, float]]] = [[] for _ in range(plan.num_ranks)]

@@ -23,12 +23,12 @@ from octopipe.search.systems.shapes import even_sizes, loop, make_plan, stages_f
     constraint="at least 2 layers a rank",
 )
 def breadth_first(setting: Setting) -> Plan:
-    """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
+    """Option `chunks`: stages per rank; by default the fastest of 2..8 that fits (the fastest of all if none fits)."""
     return with_chunks(setting, "breadth-first", breadth_first_plan)
 
 
 def breadth_first_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
-    """v stages per rank."""
+    """Return the plan with v stages per rank."""
     orders = []
     for rank in range(p):
         mine = range(rank, p * v, p)

@@ -6,7 +6,7 @@ injects D/2 in each direction: in unit slots F(s, j) at 2j+s and B(s, j) at 2j+2
 More micro-batches: units follow each other every 2D slots; the slot order is kept and runs at real times.
 Bubble (D-2)F for F=b, (D-2)(1+N/D)F for b=2F; peak between D/2+1 and D micro-batches of one rank's layers.
 
-Simplified: a last unit that is not full just leaves slots empty (the paper treats N as a multiple of D, or
+Simplified: a last unit that is not full leaves slots empty (the paper assumes that N is a multiple of D, or
 N < D); its forward doubling and backward halving for large N are not used.
 """
 
@@ -38,7 +38,7 @@ def chimera(setting: Setting) -> Plan:
 
 
 def slots(rank: int, p: int, m: int) -> list[tuple[int, Op]]:
-    """The time slot of every op of a rank."""
+    """Return (time slot, op) for every op of a rank."""
     out = []
     for direction in (DOWN, UP):
         number = stage_on(rank, direction, p)

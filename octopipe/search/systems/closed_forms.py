@@ -1,13 +1,13 @@
-"""Closed forms: what a system's paper says, beside what the simulator measures on its plan.
+"""Closed forms: values that a system's paper publishes, compared with the simulation of its plan.
 
-Knows: how an expectation is declared, collected from the systems' modules and checked. Does not know: the
-formulas of any one system, except of the oldest (GPipe, 1F1B, interleaved), which stand at the end.
+Knows: how an expected value is declared, collected from the systems' modules and checked. Does not know: the
+formulas of the systems, except of the oldest (GPipe, 1F1B, interleaved), which are at the end.
 
 A system's module may define
 
     def closed_forms() -> list[ClosedForm]: ...
 
-and `octopipe systems --check` (and the tests) will hold its plans to it; modules of other packages too.
+and `octopipe systems --check` and the tests compare its plans with them; this includes modules of other packages.
 
 >>> form = ClosedForm(system="1f1b", case="p=2", quantity="bubble", expected=3.0, simulate=lambda: 3.0)
 >>> form.checked().matches
@@ -85,7 +85,8 @@ def all_closed_forms() -> list[ClosedForm]:
 def on_timeline(
     system: str, costs: CostTable, p: int, m: int, read: Callable[[Timeline], float], **options: Any
 ) -> Callable[[], float]:
-    """A simulation of the system's own plan, read by `read`; options go to build_plan."""
+    """Return a function that simulates the system's own plan and applies `read` to the timeline; options go to
+    build_plan."""
 
     def run() -> float:
         return read(simulate(build_plan(system, costs, p, m, **options), costs))
@@ -94,17 +95,18 @@ def on_timeline(
 
 
 def bubble_ms(timeline: Timeline) -> float:
-    """Makespan less the busiest rank's work."""
+    """Return the makespan minus the work of the busiest rank."""
     return timeline.makespan_ms - float(timeline.busy_ms.max())
 
 
 def span_bubble_ms(timeline: Timeline) -> float:
-    """Span less the busiest rank's work: the Zero Bubble papers' measure."""
+    """Return the span minus the work of the busiest rank, as the Zero Bubble papers measure the bubble."""
     return timeline.span_ms - float(timeline.busy_ms.max())
 
 
 def peak_of_rank(rank: int) -> Callable[[Timeline], float]:
-    """Peak bytes of a rank above its static bytes; with activation_bytes=1 it counts stage activations."""
+    """Return a function that reads the peak bytes of a rank above its static bytes. With activation_bytes=1 this is a
+    number of stage activations."""
 
     def read(timeline: Timeline) -> float:
         return float(timeline.peak_bytes[rank]) - timeline.memory[rank].static_bytes
@@ -118,7 +120,7 @@ def highest_peak(timeline: Timeline) -> float:
 
 
 def even_layers(num_layers: int, forward_ms: float, backward_ms: float) -> CostTable:
-    """Equal layers of one byte of activations each; the backward is halves I and W."""
+    """Return equal layers of one byte of activations each; I and W take half of the backward each."""
     half = backward_ms / 2
     return CostTable.uniform(
         num_layers=num_layers, forward_ms=forward_ms, input_ms=half, weight_ms=half, activation_bytes=1.0
@@ -156,7 +158,8 @@ def _oldest() -> list[ClosedForm]:
 
 
 def looped_forms(system: str, rule: str, peak: Callable[[int, int, int], int]) -> list[ClosedForm]:
-    """Bubble and peak of rank 0 with v stages per rank; `rule` states in words how many of them `peak` holds."""
+    """Return the forms for the bubble and the peak of rank 0 with v stages per rank. `peak(p, m, v)` is the expected
+    peak in stage activations, and `rule` its formula in words."""
     forms = []
     for p, m, v in ((4, 8, 2), (4, 4, 3), (8, 16, 2)):
         f, b = 1.0, 2.0

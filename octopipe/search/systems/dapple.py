@@ -4,7 +4,7 @@ Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Model
 Rule: minimise block*(m-1) + total + transfers + unhidden gradient reduction, block the slowest of all stages
 and transfers; then 1F1B with K_i = min(p-i, D) micro-batches in flight on rank i (policy PA) or
 min(2(p-i)-1, D) (policy PB, for high communication), D what fits in memory.
-Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
+Made for equal devices: on unequal ranks it assumes equal speed and the smallest memory of all.
 Simplified: one device per stage (replicated stages need the cluster: `planner/published/dapple.py`); the reduction of
 stage i hides behind min(i, m-1) blocks of the smallest possible size, so that the programme is exact; the
 policy is the faster of the two by simulation. `latency_ms` is the paper's formula L (as generally known).
@@ -33,14 +33,14 @@ POLICIES = ("PA", "PB")
     tunes=("partitioning",),
 )
 def dapple(setting: Setting) -> Plan:
-    """Option `policy`: PA or PB; left out, the faster by simulation of those that fit."""
+    """Option `policy`: PA or PB; by default the one that is faster by simulation and fits."""
     costs, p, m = setting.costs, setting.num_ranks, setting.num_micro_batches
     wanted = setting.option("policy", None)
     if wanted is not None and wanted not in POLICIES:
         raise OctoPipeError(f"dapple: policy is {wanted}; one of PA and PB")
 
     def solve(reserve: Floats) -> Plan | None:
-        # A cap on the micro-batches in flight that is as loose as memory allows.
+        # Use the largest cap on the micro-batches in flight that memory allows.
         for cap in range(min(p, m), 0, -1):
             held = [min(p - s, cap, m) for s in range(p)]
             ranges = layer_ranges(costs, p, m, in_flight=held, reserve_bytes=reserve, equal_ranks=True)
@@ -61,7 +61,7 @@ def dapple(setting: Setting) -> Plan:
 
 
 def in_flight(ranges: LayerRanges, sizes: Sequence[int], num_micro_batches: int, policy: str) -> list[int]:
-    """K_i of every rank; never more than the rank before, which could not feed it."""
+    """Return K_i of every rank. It is not larger than that of the previous rank, which could not supply more."""
     p = len(sizes)
     free = ranges.capacity_bytes - ranges.read(ranges.fixed_bytes, sizes)
     each = ranges.read(ranges.activation_bytes, sizes)
@@ -124,9 +124,10 @@ def latency_ms(
     transfer_ms: Sequence[float] = (),
     reduce_ms: Sequence[float] = (),
 ) -> float:
-    """The paper's L = Tw + Ts + Te; a transfer after each stage but the last is a stage of its own.
+    """Return the paper's L = Tw + Ts + Te; the transfer after each stage but the last counts as a stage of its own.
 
-    Pivot Q: from the last stage down, s takes over when its steady phase outlasts Q's and the work between.
+    The pivot Q is found from the last stage down: stage s replaces Q if its steady phase takes longer than that of Q
+    plus the work between the two.
 
     >>> latency_ms([1, 1], [2, 2], 4)  # (4 - 1) * 3 + 2 + 4
     15.0

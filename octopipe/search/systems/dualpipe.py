@@ -1,16 +1,16 @@
 """DualPipe: micro-batches enter from both ends; forwards of one direction pair with backwards of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024. Rule: p even, m even, m >= 2p; direction 0 has stage r on
-rank r, direction 1 stage p-1-r, so the weights are there twice. Eight steps per rank (see `dual_order`), in
+rank r, direction 1 stage p-1-r, so the weights are held twice. Eight steps per rank (see `dual_order`), in
 which phase 0 is the direction that enters from the rank's nearer end.
 Bubble (p/2-1)(F&B + B - 3W) for F = I, with B the full backward I + W and F&B the time of an overlapped pair;
 activations p+1 micro-batches.
 
-Where the costs have an exchange between expert ranks, F&B is a pair of the plan, and its W is put into what stays
-exposed (as in the paper's figure of an overlapped chunk). Simplified: without an exchange there is nothing to hide in a
-pair, and F&B is F and then B. The forward's result then travels when the forward is done, not when the pair is, so the
-simulated bubble is smaller than the published one; `paired_idle_ms` replays the order with pairs as blocks and gives
-the published one.
+If the costs have an exchange between expert ranks, F&B is a pair of the plan, and its W fills what stays exposed (as in
+the paper's figure of an overlapped chunk). Simplified: without an exchange there is nothing to hide in a pair, and F&B
+is F followed by B. The forward's result is then sent at the end of the forward, not of the pair, so the simulated
+bubble is smaller than the published one; `paired_idle_ms` replays the order with pairs as blocks and reproduces the
+published one.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ def dualpipe(setting: Setting) -> Plan:
 
 
 def overlapped(plan: Plan, costs: CostTable, blocks: list[list[Block]]) -> Plan:
-    """The plan with its blocks of two as pairs, where there is an exchange to hide."""
+    """Return the plan with its blocks of two ops as pairs, if the costs have an exchange to hide."""
     if not costs.exchanges:
         return plan
     return replace(plan, pairs=frozenset((b[0], b[1]) for row in blocks for b in row if len(b) == 2))
 
 
 def dualpipe_blocks(p: int, m: int) -> list[list[Block]]:
-    """Per rank, its ops in order, an overlapped pair F&B together in one block."""
+    """Return the order of every rank as blocks: an overlapped pair F&B is one block, every other op a block by
+    itself."""
     ranks = []
     for rank in range(p):
         # Phase 0 enters from the rank's nearer end: direction 0 on the first half of the ranks.
@@ -76,10 +77,10 @@ def dualpipe_blocks(p: int, m: int) -> list[list[Block]]:
 
 
 def dual_order(half: int, h: int, surplus: int) -> list[tuple[tuple[int, str, int], ...]]:
-    """The eight steps of a rank that is `h` ranks from its end of a pipeline of `half` ranks.
+    """Return the eight steps of a rank that is `h` ranks from its end of a pipeline of `half` ranks.
 
-    Each entry is (phase, kind, index of the micro-batch within its phase), an overlapped pair is one block of
-    two entries. `surplus` is how many micro-batches per phase there are beyond those the ends need: K - p, or
+    Each entry is (phase, kind, index of the micro-batch within its phase); an overlapped pair is one block of
+    two entries. `surplus` is the number of micro-batches per phase beyond those of fill and drain: m/2 - p, or
     m - 2p in the V form.
     """
     out: list[tuple[tuple[int, str, int], ...]] = []
@@ -117,7 +118,7 @@ def dual_order(half: int, h: int, surplus: int) -> list[tuple[tuple[int, str, in
         weight()
         forward(1)
     for i in range(surplus + h + 1):  # 4: the steady state, overlapped pairs
-        if i == 0 and rest == 0:  # kept apart in the middle: the neighbour has the forward's result sooner
+        if i == 0 and rest == 0:  # not a pair on the middle ranks, so that the forward's result leaves sooner
             forward(0)
             backward(1)
         else:
@@ -140,10 +141,10 @@ def dual_order(half: int, h: int, surplus: int) -> list[tuple[tuple[int, str, in
 
 
 def paired_idle_ms(plan: Plan, ranks: list[list[Block]], block_ms: Callable[[Block], float]) -> float:
-    """The longest idle time of a rank when a pair is one block, as the published formula has it.
+    """Return the longest idle time of a rank if a pair is one block, as in the published formula.
 
-    A block needs all its inputs to start and gives its results at its end, whereas the simulator hands on a
-    forward's result as soon as that forward is done, and so idles less.
+    A block needs all of its inputs to start and has its results at its end. The simulator passes on the result of a
+    forward as soon as that forward is done, which gives less idle time.
     """
     block_of = {op: (r, k) for r, row in enumerate(ranks) for k, block in enumerate(row) for op in block}
     done: dict[tuple[int, int], float] = {}
@@ -187,7 +188,7 @@ def forms_of_pairs(
     case: str,
     rules: tuple[str, str, str],
 ) -> list[ClosedForm]:
-    """The closed forms of a system in which two directions of `half` stages each meet.
+    """Return the closed forms of a system with two directions of `half` stages each.
 
     `rules`: the formula of the idle time, the unit of the peak, and the formula of the peak.
     """
@@ -225,10 +226,11 @@ def forms_of_pairs(
 
 
 def paced(costs: CostTable, pace: float) -> CostTable:
-    """Equal layers with an exchange of which a pair of F and B takes `pace` times as long as the two one by one."""
+    """Return the costs of equal layers with an exchange such that a pair of F and B takes `pace` times as long as F and
+    B in sequence."""
     forward, inward, weight = (float(x[0]) for x in (costs.forward_ms, costs.input_ms, costs.weight_ms))
     hidden = (1.0 - pace) * (forward + inward + weight)
-    # F exchanges at its end what I computes through, so exactly that much is hidden; a hair where there is nothing.
+    # The exchange at the end of F is hidden completely behind I. It must not be zero, or the costs have no exchange.
     part = max(hidden, 1e-12)
     row = [("compute", forward - part), ("exchange", part)]
     rows = [row for _ in range(costs.num_layers)]
@@ -237,14 +239,14 @@ def paced(costs: CostTable, pace: float) -> CostTable:
 
 
 def idlest_ms(timeline: Timeline) -> float:
-    """Makespan less the work of the rank that has least; a pair counts once."""
+    """Return the makespan minus the work of the rank with the least work; a pair counts once."""
     return timeline.makespan_ms - float(timeline.busy_ms.min())
 
 
 def published_idle(
     name: str, blocks: Callable[[int, int], list[list[Block]]], costs: CostTable, p: int, m: int, pace: float
 ) -> Callable[[], float]:
-    """Idle time on equal layers when an overlapped pair takes `pace` times F + B."""
+    """Return a function that computes the idle time on equal layers if an overlapped pair takes `pace` times F + B."""
 
     def block_ms(block: Block) -> float:
         alone = sum(float(costs.layer_times(op.kind)[0]) for op in block)

@@ -1,11 +1,11 @@
-"""DualPipeV: DualPipe folded in half, so that each rank holds two stages and the weights are there once.
+"""DualPipeV: DualPipe folded in half, so that each rank holds two stages and the weights are held once.
 
 DeepSeek-AI, "DualPipe", public code release, 2025 ("cut-in-half" after Sea AI Lab's proposal). Rule: stages r
 and 2p-1-r on rank r; the eight steps of DualPipe with p in the place of p/2, r in the place of h, and
 m-2p+r+1 steady iterations; phase 0 is the way down, phase 1 the way up. m >= 2p.
 Bubble (p-1)(F&B + B - 3W) in times of one of the 2p stages; activations 2p+1 stages.
 
-Where the costs have an exchange between expert ranks, F&B is a pair of the plan; without one it is F and then B, as in
+If the costs have an exchange between expert ranks, F&B is a pair of the plan; without one it is F followed by B, as in
 DualPipe. torchtitan runs this schedule's overlapped pairs as OVERLAP_F_B.
 """
 
@@ -42,7 +42,8 @@ def dualpipe_v(setting: Setting) -> Plan:
 
 
 def dualpipe_v_blocks(p: int, m: int) -> list[list[Block]]:
-    """Per rank, its ops in order, an overlapped pair F&B together in one block."""
+    """Return the order of every rank as blocks: an overlapped pair F&B is one block, every other op a block by
+    itself."""
     return [
         [
             tuple(Op(rank if phase == 0 else 2 * p - 1 - rank, kind, k) for phase, kind, k in block)

@@ -10,10 +10,10 @@ Jiang et al., "DynaPipe: Optimizing Multi-task Training through Dynamic Pipeline
   order of the groups and the original order are tried, the fastest that fits wins. B and W are not split.
 
 Micro-batches keep their numbers; only the order in which the ranks take them changes. On costs whose
-micro-batches are all alike there is one group and one order.
+micro-batches are all equal, there is one group and one order.
 Simplified: samples have one length (an encoder-decoder's two would need the paper's tour, which on one length
-is sorting); one stage per rank. Where what the injection rule counts (activations on the first rank) does not
-keep the simulated memory within the limit, it counts every rank's future share as well, then tightens.
+is sorting); one stage per rank. The injection rule counts activations on the first rank only. If the simulated
+memory then exceeds the limit, it counts every rank's future share as well, and then with less and less memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from octopipe.simulation.timeline import Timeline
 Floats = NDArray[np.float64]
 TIGHTENINGS = 4
 MOST_BOUNDS = 256
-"""Values of t_max that the micro-batching tries; among more, evenly spaced ones."""
+"""Largest number of values of t_max that the micro-batching tries; if there are more, evenly spaced ones."""
 
 
 @system(
@@ -67,7 +67,7 @@ def dynapipe(setting: Setting) -> Plan:
 
 
 def sequences(times_ms: Floats) -> list[list[int]]:
-    """Orders of the micro-batches that are worth trying: the given one, and every order of the groups."""
+    """Return the orders of the micro-batches to try: the given one, and every order of the groups."""
     m = times_ms.size
     groups = cluster(times_ms, 4 if m <= 20 else 3)
     tried = {tuple(range(m)): None}
@@ -77,7 +77,7 @@ def sequences(times_ms: Floats) -> list[list[int]]:
 
 
 def cluster(values: Floats, count: int) -> list[list[int]]:
-    """Indices in at most `count` groups of similar values, by Lloyd's k-means from evenly spaced quantiles."""
+    """Group indices by similar values into at most `count` groups, by Lloyd's k-means from evenly spaced quantiles."""
     distinct = np.unique(values)
     count = min(count, distinct.size)
     centres = distinct[np.linspace(0, distinct.size - 1, count).round().astype(int)].astype(float)
@@ -98,7 +98,7 @@ class _Cyclic:
 
     costs: CostTable
     empty: Plan
-    """The plan with its stages and no orders yet."""
+    """A plan with the stages, whose orders are placeholders."""
     activation: Floats
     """Bytes [stage, micro_batch]."""
     work_ms: Floats
@@ -124,7 +124,8 @@ class _Cyclic:
         )
 
     def fitted(self, sequence: Sequence[int]) -> tuple[Plan, Timeline]:
-        """The fastest plan of this sequence that fits, or the one that needs least memory."""
+        """Return the plan of this sequence and its timeline. If it does not fit, memory is counted more strictly, up to
+        `TIGHTENINGS` times; the last plan is returned even if it does not fit."""
         plan, timeline = self._plan(sequence, self.room, reserve=False)
         if timeline.fits:
             return plan, timeline
@@ -147,7 +148,7 @@ class _Cyclic:
 def cyclic_orders(
     sequence: Sequence[int], activation: Floats, room: Floats, most: int, *, reserve: bool = False
 ) -> list[list[Op]]:
-    """One stage per rank, cycle by cycle. `activation` is [stage, micro_batch], `room` is bytes per rank.
+    """Build the orders cycle by cycle. `activation` is [stage, micro_batch], `room` is bytes per rank.
 
     `reserve` counts a micro-batch on all ranks from its start, so that no rank can exceed its memory later; otherwise
     only the memory of the first rank counts. A single micro-batch always starts.
@@ -172,7 +173,7 @@ def cyclic_orders(
     while left:
         results: list[tuple[deque[int], int]] = []
         for rank in range(p):
-            # B before F: the backward's memory is free when the forward asks for its own.
+            # B before F: the backward frees memory that the forward may need.
             if backwards[rank]:
                 k = backwards[rank].popleft()
                 orders[rank].append(Op(rank, "B", k))
@@ -203,7 +204,7 @@ def micro_batch_samples(
     *,
     fits: Callable[[int, int], bool] = lambda count, length: True,
 ) -> list[list[int]]:
-    """Samples grouped into micro-batches that minimise (S-1) t_max + sum of their times.
+    """Group samples into micro-batches so that (S-1) t_max + the sum of their times is smallest.
 
     `time_ms(count, length)` is the time of one stage on `count` samples padded to `length`; `fits` the same
     for memory. Returns sample numbers, shortest samples first.
@@ -237,7 +238,7 @@ def micro_batch_samples(
 
 
 def _bounds(cost: Floats) -> Iterable[float]:
-    """Values of t_max: every time that can be the largest, or a selection of them."""
+    """Return the values of t_max to try: all times that can be the largest one, or a selection of them."""
     least = np.zeros(cost.shape[0] + 1)  # the smallest t_max with which samples 0..n-1 can be grouped
     for stop in range(1, least.size):
         least[stop] = np.maximum(least[:stop], cost[:stop, stop]).min()
@@ -248,7 +249,7 @@ def _bounds(cost: Floats) -> Iterable[float]:
 
 
 def _shortest(cost: Floats) -> tuple[float, list[int]]:
-    """The cheapest way from 0 to n over the arcs cost[i, j], with its cuts."""
+    """Return the cost of the cheapest path from 0 to n over the arcs cost[i, j], and its nodes."""
     n = cost.shape[0]
     least, came = np.full(n + 1, np.inf), np.zeros(n + 1, int)
     least[0] = 0.0

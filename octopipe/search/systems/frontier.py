@@ -1,11 +1,11 @@
 """Exact partitioning by dynamic programming over Pareto frontiers.
 
-Knows: how to walk stages and layer boundaries while keeping every label that no other label beats. Does not
-know: what a label means; a partitioner says how a stage extends one and what a finished one is worth.
+Knows: how to walk over stages and layer boundaries, keeping every label that no other label dominates. Does not
+know: what a label means; a partitioner defines how a stage extends a label and the value of a finished one.
 
-A label is a row of numbers that sum up the stages placed so far. If extending and finishing never prefer a
-larger entry to a smaller one (all else equal), then a label that is nowhere smaller than another can be
-dropped, and the best finished label is the true optimum over all partitions.
+A label is a row of numbers that summarises the stages placed so far. If both functions are monotone (a larger
+entry never leads to a smaller result), then a label that is nowhere smaller than another can be dropped, and
+the best finished label is the true optimum over all partitions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Extend = Callable[[Floats, int, Ints, Ints], Floats]
 Value = Callable[[Floats], Floats]
 """Finished labels [n, k] -> objective [n]."""
 Bound = Callable[[Floats, int, int], Floats]
-"""(labels [n, k], stages placed, layers placed) -> what the finished objective cannot be less than."""
+"""(labels [n, k], stages placed, layers placed) -> lower bounds [n] on the finished objective."""
 
 
 class Best(NamedTuple):
+    """The layers per stage of the best partition, and its objective."""
+
     sizes: tuple[int, ...]
     value: float
 
@@ -43,7 +45,7 @@ def best_partition(
     incumbent: float = np.inf,
     from_last: bool = False,
 ) -> Best | None:
-    """The partition with the smallest value, or None if no allowed one exists (or none is below the incumbent).
+    """Return the partition with the smallest value; None if there is none, or if bounds prove all above the incumbent.
 
     `allowed` [stage, first, stop] says which ranges may be a stage; `start` is the empty label. Labels whose bound
     exceeds `incumbent`, the value of a partition that is already known, are dropped. `from_last` places the last stage
@@ -102,7 +104,8 @@ def _range(before: int, after: int, layers: int, from_last: bool) -> tuple[int, 
 
 @njit
 def _undominated(labels):  # type: ignore[no-untyped-def]
-    """Which rows no earlier row matches or beats in every column; rows come sorted lexicographically."""
+    """Return which rows are not dominated by an earlier row, i.e. one that is smaller or equal in every column. The
+    rows must be sorted lexicographically."""
     rows, width = labels.shape
     keep = np.zeros(rows, np.bool_)
     kept = np.empty(rows, np.int64)
@@ -112,7 +115,7 @@ def _undominated(labels):  # type: ignore[no-untyped-def]
         for j in range(count - 1, -1, -1):
             worse = True
             for k in range(width):
-                # A hair of slack: rounding must not keep what differs in the last bit only.
+                # A tolerance, so that labels that differ only by rounding are dropped.
                 if labels[kept[j], k] > labels[i, k] * (1.0 + 1e-12):
                     worse = False
                     break

@@ -35,7 +35,8 @@ MOST_WAVES = 4
     constraint="at least 2 layers a rank",
 )
 def hanayo(setting: Setting) -> Plan:
-    """Option `waves`: waves over the ranks; left out, the fastest of 1..4 that fits (or the leanest)."""
+    """Option `waves`: waves over the ranks; by default the fastest of 1..4 that fits (the fastest of all if none
+    fits)."""
     p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
     layers = costs.num_layers
     most = layers // (2 * p)
@@ -58,7 +59,7 @@ def hanayo_plan(costs: CostTable, p: int, m: int, waves: int) -> Plan:
 
 
 def unit_cost_orders(ranks: list[int], p: int, m: int) -> list[list[Op]]:
-    """The greedy list schedule in which every op takes one slot."""
+    """Return the orders of the greedy list schedule in which every op takes one slot."""
     last = len(ranks) - 1
     # A rank's ready ops, best first: backward before forward, lowest micro-batch, deepest stage.
     ready: list[list[tuple[bool, int, int]]] = [[] for _ in range(p)]
@@ -74,7 +75,7 @@ def unit_cost_orders(ranks: list[int], p: int, m: int) -> list[list[Op]]:
                 continue
             forward, k, depth = waiting[0]
             if forward and depth == 0 and in_flight >= p:
-                continue  # injection is closed, and micro-batches in flight would have stood before this one
+                continue  # at the limit; ops of micro-batches in flight would come first, so none is ready
             heappop(waiting)
             stage = -depth
             in_flight += forward and stage == 0

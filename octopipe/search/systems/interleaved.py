@@ -6,9 +6,9 @@ per chunk; rank i warms up with 2(p-1-i) + (v-1)p forwards, then pairs F and B. 
 Bubble (p-1)(F+b)/v; device-0 peak 2(p-1)+(v-1)p+1 chunks, capped at mv.
 
 `interleaved-overlap`: Megatron-LM's `--overlap-moe-expert-parallel-comm` with `--delay-wgrad-compute` (2025). Every
-rank warms up with one forward more, so that the F and the B of a steady step do not need each other, and runs the two
-as one pair: each one's exchange behind the other's computation, weight gradients in what is left. Simplified: where the
-costs have no exchange there is nothing to hide, and F runs before B.
+rank warms up with one more forward, so that the F and the B of a steady step are independent, and runs the two as one
+pair: the exchange of one overlaps with the computation of the other, and weight gradients fill what stays exposed.
+Simplified: if the costs have no exchange, there is nothing to hide, and F runs before B.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ MOST_CHUNKS = 8
 
 
 def with_chunks(setting: Setting, name: str, make: Callable[[CostTable, int, int, int], Plan]) -> Plan:
-    """`make(costs, ranks, micro_batches, chunks)` with the number of stages per rank that the option `chunks` gives, or
-    the fastest of 2..8 that fits."""
+    """Return the plan of `make(costs, ranks, micro_batches, chunks)` with the stages per rank of the option `chunks`;
+    by default the fastest of 2..8 that fits (or, if none fits, simply the fastest)."""
     p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
     chunks = setting.option("chunks", None)
     if chunks is not None:
@@ -47,7 +47,7 @@ def with_chunks(setting: Setting, name: str, make: Callable[[CostTable, int, int
     constraint="micro-batches a multiple of pp; at least 2 layers a rank",
 )
 def interleaved(setting: Setting) -> Plan:
-    """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
+    """Option `chunks`: stages per rank; by default the fastest of 2..8 that fits (the fastest of all if none fits)."""
     p, m = setting.num_ranks, setting.num_micro_batches
     require(m % p == 0, "interleaved", f"{m} micro-batches are not a multiple of pp {p}")
     return with_chunks(setting, "interleaved", interleaved_plan)
@@ -77,13 +77,14 @@ def interleaved_overlap(setting: Setting) -> Plan:
 
 
 def _best_of(plans: list[Plan], costs: CostTable) -> Plan:
-    """The fastest plan that fits, or the one that needs least memory."""
+    """Return the fastest plan that fits; the fastest of all if none fits."""
     timelines = [simulate(plan, costs) for plan in plans]
     return plans[min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))]
 
 
 def interleaved_plan(costs: CostTable, p: int, m: int, v: int, *, overlap: bool = False) -> Plan:
-    """v stages per rank; `overlap` runs F and B of a steady step as a pair, after one more forward of warm-up."""
+    """Return the plan with v stages per rank. `overlap`: warm up with one more forward and run F and B of a steady step
+    as a pair."""
 
     def chunk_of(k: int, backward: bool) -> int:
         chunk = (k % (p * v)) // p

@@ -1,11 +1,11 @@
-"""What every run of layers would cost as a stage of a 1F1B pipeline: the ground the partitioners stand on.
+"""The costs of every run of layers as a stage of a 1F1B pipeline, which the partitioners use.
 
-Knows: times, transfers, gradient reductions and peak bytes of each (stage, first layer, stop) at once, and the
-memory limits. Does not know: which partition is best, and by whose objective; each partitioner has its own.
+Knows: times, transfers, gradient reductions and peak bytes of all (stage, first layer, stop), and the memory
+limits. Does not know: which partition is best; each partitioner has its own objective.
 
-Memory of a stage: static + in-flight micro-batches * activations + the hungriest layer's workspace + one
-boundary tensor at each end. Buffers that wait longer than that show only in the simulation of a finished
-plan; `within_memory` then leaves their bytes free and solves again.
+Memory of a stage: static bytes + in-flight micro-batches * activations + the largest workspace of a layer + one
+boundary tensor at each end. Buffers that are held longer show only in the simulation of a finished plan;
+`within_memory` then keeps their bytes free and solves again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerRanges:
     costs: CostTable
     ranks: tuple[int, ...]
     in_flight: tuple[int, ...]
-    """Micro-batches whose activations stage s holds at its peak."""
+    """Number of micro-batches whose activations stage s holds at its peak."""
     forward_ms: Floats
     backward_ms: Floats
     reduce_ms: Floats
@@ -47,7 +47,7 @@ class LayerRanges:
     fixed_bytes: Floats
     """Static bytes, workspace and boundary tensors."""
     activation_bytes: Floats
-    """Of one micro-batch."""
+    """Activations of one micro-batch."""
     layer_bytes: Floats
     """[layer]: activations of one micro-batch."""
     entering_bytes: Floats
@@ -65,12 +65,12 @@ class LayerRanges:
 
     @property
     def fits(self) -> NDArray[np.bool_]:
-        """[stage, first, stop]: the stage without recomputation is within its rank's capacity."""
+        """[stage, first, stop]: whether the stage fits in its rank's memory without recomputation."""
         held = np.array(self.in_flight)[:, None, None] * self.activation_bytes
         return self.fixed_bytes + held <= self.capacity_bytes[:, None, None]
 
     def read(self, values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
-        """Values of the stages of one partition."""
+        """Return the values of the stages of one partition."""
         stops = np.cumsum(sizes)
         return values[np.arange(len(sizes)), stops - np.asarray(sizes), stops]
 
@@ -89,10 +89,10 @@ def layer_ranges(
     reserve_bytes: Floats | None = None,
     equal_ranks: bool = False,
 ) -> LayerRanges:
-    """The costs of every range; micro-batches of several sizes count by their mean time and largest bytes.
+    """Return the costs of every range; micro-batches of different sizes count with their mean time and largest bytes.
 
-    `equal_ranks`: as a system sees them that was made for equal devices: all as fast as each other, and with the
-    smallest memory of all.
+    `equal_ranks` is for systems that assume equal devices: no rank is slower than another, and all have the smallest
+    memory of all.
     """
     p, m, layers = num_ranks, num_micro_batches, costs.num_layers
     ranks = tuple(range(p)) if ranks is None else tuple(ranks)
@@ -139,13 +139,13 @@ def layer_ranges(
 
 
 def _sums(values: Floats) -> Floats:
-    """[first, stop] sums; zero below the diagonal."""
+    """Return the sums over all ranges [first, stop]; zero below the diagonal."""
     prefix = np.concatenate(([0.0], np.cumsum(values)))
     return np.triu(prefix[None, :] - prefix[:, None])
 
 
 def _maxima(values: Floats) -> Floats:
-    """[first, stop] maxima."""
+    """Return the maxima over all ranges [first, stop]."""
     out = np.zeros((values.size + 1, values.size + 1))
     for first in range(values.size):
         out[first, first + 1 :] = np.maximum.accumulate(values[first:])
@@ -162,7 +162,8 @@ def one_f_one_b_plan(
     in_flight: Sequence[int] | None = None,
     recompute: Sequence[tuple[int, ...]] = (),
 ) -> Plan:
-    """The 1F1B plan of a partition: R right before the backward where a stage recomputes."""
+    """Return the 1F1B plan of a partition. `recompute`: the recomputed layers of every stage, whose R runs right before
+    the backward. `ranks`: the rank of every stage. `in_flight`: the largest number of micro-batches per stage."""
     p, m = num_ranks, num_micro_batches
     ranks = list(range(p)) if ranks is None else list(ranks)
     orders: list[list[Op]] = [[] for _ in range(p)]
@@ -176,7 +177,7 @@ def one_f_one_b_plan(
 
 
 def _with_recompute(order: Sequence[Op]) -> list[Op]:
-    """R before every backward that does not follow its forward at once."""
+    """Insert R before every backward that does not directly follow its forward."""
     out: list[Op] = []
     for op in order:
         if op.kind == "B" and (not out or out[-1] != Op(op.stage, "F", op.micro_batch)):
@@ -186,10 +187,11 @@ def _with_recompute(order: Sequence[Op]) -> list[Op]:
 
 
 def within_memory(name: str, costs: CostTable, num_ranks: int, solve: Callable[[Floats], Plan | None]) -> Plan:
-    """The first plan of `solve(bytes kept free per rank)` that fits by simulation.
+    """Return the first plan of `solve(bytes kept free per rank)` that fits by simulation.
 
-    `solve` answers None where nothing fits. Ranks that exceed their capacity keep the excess free in the next
-    try, so the limit holds exactly although the partitioner's own memory formula leaves out waiting buffers.
+    `solve` returns None if nothing fits. The bytes by which a rank exceeds its capacity are kept free in the next
+    try, so the limit holds exactly although the partitioner's memory formula ignores buffers that wait. Raises
+    DoesNotFitError if nothing fits after `TRIES` tries.
     """
     reserve = np.zeros(num_ranks)
     capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])

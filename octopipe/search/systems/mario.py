@@ -1,4 +1,4 @@
-"""Mario: activation checkpointing whose recomputation hides in the bubbles of a pipeline.
+"""Mario: activation checkpointing with recomputation in the bubbles of the pipeline.
 
 Liu et al., "Mario: Near Zero-cost Activation Checkpointing in Pipeline Parallelism", PPoPP 2025. Only the
 abstract was at hand; the passes are general knowledge. Rule: take any schedule (1F1B, or option `base`)
@@ -8,10 +8,10 @@ prepose later forwards into bubbles while memory fits and the makespan improves.
 1F1B makespans: (m+p-1)(F+R+b) after pass 1, m(F+R+b)+(p-1)(F+b) after pass 2; p=4, m=8, F=R=1, b=2 gives 44,
 41, and 39 after pass 3. Peak about in-flight * checkpoint + one micro-batch's activations.
 
-Simplified: a plan has no way to make R wait for the gradient, so the plan after pass 1 already overlaps;
-`naive_makespan_ms` is the time of a runtime that recomputes inside the backward. Every stage checkpoints,
-whether memory is short or not. Pass 4 tries one forward at a time and one more warm-up forward on the first
-ranks, judged by simulation.
+Simplified: a plan cannot make R wait for the gradient, so recomputation overlaps already after pass 1;
+`naive_makespan_ms` is the time in a runtime that recomputes inside the backward. Every stage checkpoints,
+even if memory is not short. Pass 4 tries to move one forward at a time, and one more warm-up forward on the
+first ranks, and evaluates this by simulation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from octopipe.search.systems.closed_forms import ClosedForm
 
 MOST_TRIALS = 300
-"""Candidates a pass simulates at most: bounds the time on large plans, the same on every machine."""
+"""Maximum number of candidates that a pass simulates. It limits the time independently of the machine."""
 Orders = list[list[Op]]
 
 
@@ -57,7 +57,7 @@ def mario(setting: Setting) -> Plan:
 
 
 def checkpoint(plan: Plan) -> Plan:
-    """Pass 1: every stage keeps only its inputs; R right before each backward."""
+    """Pass 1: every stage keeps only its inputs and runs R right before each backward."""
     if any(op.kind == "R" for order in plan.orders for op in order):
         raise OctoPipeError("mario: the base schedule recomputes already; name one that does not")
     orders = []
@@ -73,7 +73,7 @@ def checkpoint(plan: Plan) -> Plan:
 
 
 def naive_makespan_ms(plan: Plan, costs: CostTable) -> float:
-    """Makespan of pass 1 alone, in a runtime that waits for the gradient before it recomputes."""
+    """Return the makespan after pass 1 in a runtime that waits for the gradient before it recomputes."""
     orders = tuple(tuple(op for op in order if op.kind != "R") for order in plan.orders)
     stages = tuple(replace(stage, recompute=False) for stage in plan.stages)
     inside = costs.replace(input_ms=costs.input_ms + costs.forward_ms)
@@ -81,12 +81,12 @@ def naive_makespan_ms(plan: Plan, costs: CostTable) -> float:
 
 
 def overlap_recompute(plan: Plan, costs: CostTable) -> Plan:
-    """Pass 2: R ahead of the gradient's arrival, and ahead of a forward that waits where that helps."""
+    """Pass 2: move R into bubbles, before ops that wait for a gradient or an activation, while that helps."""
     return _improved(plan, costs, lambda candidate, timeline: _into_bubbles(candidate, timeline, "R"))
 
 
 def drop_recompute(plan: Plan) -> Plan:
-    """Pass 3: no R where F, R and backward of one micro-batch stand together; F keeps its activations."""
+    """Pass 3: remove R if F, R and backward of one micro-batch follow each other directly; F keeps its activations."""
     orders = []
     for order in plan.orders:
         row: list[Op] = []
@@ -101,7 +101,7 @@ def drop_recompute(plan: Plan) -> Plan:
 
 
 def prepose_forwards(plan: Plan, costs: CostTable) -> Plan:
-    """Pass 4: forwards move into bubbles before them while the makespan falls and memory fits."""
+    """Pass 4: move forwards into earlier bubbles as long as the makespan falls and memory suffices."""
 
     def candidates(current: Plan, timeline: Timeline) -> Iterator[Orders]:
         yield from _deeper_warmups(current)
@@ -115,7 +115,8 @@ def _is(op: Op, kinds: str, cell: tuple[int, int]) -> bool:
 
 
 def _improved(plan: Plan, costs: CostTable, candidates: Callable[[Plan, Timeline], Iterator[Orders]]) -> Plan:
-    """Accept the first candidate that is faster and fits, again and again, until there is none."""
+    """Replace the plan by the first candidate that is faster and fits, until there is none or `MOST_TRIALS` is
+    reached."""
     timeline = simulate(plan, costs)
     trials = 0
     while timeline.fits:
@@ -129,7 +130,7 @@ def _improved(plan: Plan, costs: CostTable, candidates: Callable[[Plan, Timeline
                     continue
                 after = simulate(candidate, costs)
             except OctoPipeError:
-                continue  # the move makes ranks wait for each other
+                continue  # the move causes a deadlock
             if after.fits:
                 plan, timeline = candidate, after
                 break
@@ -139,14 +140,14 @@ def _improved(plan: Plan, costs: CostTable, candidates: Callable[[Plan, Timeline
 
 
 def _glued(plan: Plan, rank: int) -> set[Op]:
-    """Backwards of a rank that must directly follow their F, because their R was dropped."""
+    """Return the backwards of a rank that must directly follow their F, because their R was removed."""
     order = plan.orders[rank]
     again = {(op.stage, op.micro_batch) for op in order if op.kind == "R"}
     return {op for op in order if op.kind in "IB" and plan.stages[op.stage].recompute and op[0::2] not in again}
 
 
 def _waits(timeline: Timeline) -> NDArray[np.float64]:
-    """The idle time directly before every op, within its rank's work."""
+    """Return the idle time directly before every op, except before the first op of a rank."""
     spans = timeline.spans
     waits = np.zeros(spans.start_ms.size)
     waits[1:] = np.where(spans.rank[1:] == spans.rank[:-1], spans.start_ms[1:] - spans.end_ms[:-1], 0.0)
@@ -154,7 +155,8 @@ def _waits(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def _into_bubbles(plan: Plan, timeline: Timeline, kind: str) -> Iterator[Orders]:
-    """For every op that waits, longest wait first: the next op of `kind` that is ready goes before it."""
+    """Yield for every op that waits, longest wait first, the orders in which the next op of `kind` on its rank runs
+    before it, if that op is ready."""
     spans, table, data = timeline.spans, plan.table(), plan.predecessor_table()
     waits = _waits(timeline)
     for at in (-waits).argsort(kind="stable"):
@@ -179,7 +181,8 @@ def _into_bubbles(plan: Plan, timeline: Timeline, kind: str) -> Iterator[Orders]
 
 
 def _deeper_warmups(plan: Plan) -> Iterator[Orders]:
-    """One more forward before the first backward on ranks 0..r, for every r; the later ones follow suit."""
+    """Yield for every r the orders with one more forward before the first backward on ranks 0..r. The remaining
+    forwards of these ranks each move up by one place."""
     deeper = [list(row) if _glued(plan, rank) else _deepened(row) for rank, row in enumerate(plan.orders)]
     for last in range(plan.num_ranks):
         if deeper[last] != list(plan.orders[last]):

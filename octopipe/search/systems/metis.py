@@ -3,7 +3,7 @@
 Um et al., "Metis: Fast Automatic Distributed Training on Heterogeneous GPUs", ATC 2024.
 Rule: minimise (m-1) max t + sum t + transfers + slowest gradient reduction + slowest optimizer update, over
 the order in which device types stand in the pipeline and the layers each device gets; the order is 1F1B.
-Simplified: one rank per stage, so group sizes and data shares fall away (`planner/published/metis.py` has
+Simplified: one rank per stage, so there are no group sizes and data shares (`planner/published/metis.py` has
 them). Metis fills stages by shares of a layer, rounds and repairs; we search the same space (type order, layer
 split, memory limits) with an exact programme over the Pareto frontier of (sum, slowest stage, slowest
 reduction, slowest update): never a worse cost.
@@ -46,7 +46,8 @@ def metis(setting: Setting) -> Plan:
 
 
 def rank_orders(costs: CostTable, num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """The ranks as they are, then every order of their types (beyond four types: fastest and slowest first)."""
+    """Yield the ranks in their own order, then in every order of their types (with more than four types, only fastest
+    first and slowest first)."""
     yield tuple(range(num_ranks))
     types: dict[tuple[float, float], list[int]] = {}
     for rank in range(num_ranks):

@@ -2,10 +2,10 @@
 
 Zhu et al., "Mist: Efficient Distributed Training of Large Language Models via Memory-Parallelism
 Co-Optimization", EuroSys 2025.
-Rule: minimise (m-1) max_i t_i + sum_i t_i + max_i(d_i - sum_{j<i} t_j), t the steady time of a micro-batch
-(recomputation included), d what the first or last micro-batch adds (gradient reduction, optimizer); a stage
-recomputes the fewest of its layers that let its in-flight micro-batches fit. The order is 1F1B.
-Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
+Rule: minimise (m-1) max_i t_i + sum_i t_i + max_i(d_i - sum_{j<i} t_j). t is the steady time of a micro-batch
+(including recomputation), d the time that the first or last micro-batch adds (gradient reduction, optimizer). A
+stage recomputes the smallest number of layers with which its in-flight micro-batches fit. The order is 1F1B.
+Made for equal devices: on unequal ranks it assumes equal speed and the smallest memory of all.
 Simplified: no offloading and no sharding choices (those need the cluster: `planner/published/mist.py`), so (t,
 d) of a range has one Pareto point. Stages are indexed by layer range and not limited to L/p +- 2 layers.
 Instead of a MILP: with X = sum t + max(d - sum of t before) a stage makes X' = t + max(X, d), so a programme
@@ -65,7 +65,7 @@ def checkpointed(ranges: LayerRanges) -> Floats:
 
 
 def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The layers each stage of a partition recomputes."""
+    """Return the layers that each stage of a partition recomputes."""
     counts = ranges.read(checkpointed(ranges), sizes)
     firsts = np.cumsum(sizes) - np.asarray(sizes)
     return [tuple(range(a, a + int(n))) for a, n in zip(firsts.tolist(), counts)]

@@ -2,12 +2,12 @@
 
 Li et al., "OptPipe: Memory- and Scheduling-Optimized Pipeline Parallelism for LLM Training", 2025 (arXiv 2510.05186).
 Rule: stage i on rank i. A mixed-integer program chooses the start of every F, I and W and which activations are copied
-to host memory and back, on a lane of their own, so that the step is shortest and no rank exceeds its memory. It starts
+to host memory and back, on lanes of their own, so that the step is shortest and no rank exceeds its memory. It starts
 from a heuristic schedule that fits.
 Simplified: CP-SAT solves the program, within a fixed deterministic time instead of seconds and without a store of
-schedules that were solved before. A plan marks whole stages, and lowering places their moves (`host_moves.py`): where
-its moves do not suffice, the program is solved again with less memory. Buffers between stages and workspaces are not
-part of the program either; they are subtracted from the memory, as the heuristic schedule needs them.
+schedules that were solved before. A plan marks whole stages, and lowering decides when they are copied
+(`host_moves.py`); if that does not suffice, the program is solved again with less memory. Buffers between stages and
+workspaces are not part of the program; what the heuristic schedule needs for them is subtracted from the memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 EFFORT = 2.0
-"""CP-SAT's deterministic time for one solve; a unit of it takes a few seconds."""
+"""CP-SAT's deterministic time for one solve; one unit takes a few seconds."""
 ROUNDS = 3
-"""How often the program is solved at most, each time with less memory."""
+"""Maximum number of solves, each with less memory than the one before."""
 MOST_OPS = 6000
-"""F, I and W of all stages and micro-batches up to which the program is stated."""
+"""Largest number of F, I and W of all stages and micro-batches for which the program is solved."""
 HEURISTICS = ("zb-h1", "zb-1p", "zb-2p")
-"""Systems with stage i on rank i that are tried as a start, beside 1F1B."""
+"""Systems with stage i on rank i that are tried as a start, in addition to 1F1B."""
 
 
 @system(
@@ -50,7 +50,7 @@ HEURISTICS = ("zb-h1", "zb-1p", "zb-2p")
     constraint=f"needs OR-tools (the exact extra); at most {MOST_OPS // 3} micro-batches times ranks",
 )
 def optpipe(setting: Setting) -> Plan:
-    """Option `effort` (2): CP-SAT's deterministic time for one solve, of which there are three at most."""
+    """Option `effort` (2): CP-SAT's deterministic time for one solve; there are up to three solves."""
     cp_model()
     costs, p, m = setting.costs, setting.num_ranks, setting.num_micro_batches
     effort = setting.option("effort", EFFORT)
@@ -80,7 +80,8 @@ def optpipe(setting: Setting) -> Plan:
 
 
 def heuristics(costs: CostTable, p: int, m: int) -> Iterator[Plan]:
-    """Schedules to start from: 1F1B with as many forwards ahead as fit, its backwards split, and zero-bubble ones."""
+    """Yield schedules to start from: 1F1B with split backwards, with less and less warm-up until it fits, and
+    zero-bubble schedules."""
     for ahead in range(p - 1, -1, -1):
         orders = [one_f_one_b_order(s, min(p - 1 - s, ahead), m) for s in range(p)]
         plan = split_backward(straight_plan(costs, p, m, orders), costs)
@@ -94,7 +95,8 @@ def heuristics(costs: CostTable, p: int, m: int) -> Iterator[Plan]:
 def solved(
     prices: Prices, costs: CostTable, base: Plan, room: Floats, most_ms: float, effort: float
 ) -> Schedule | None:
-    """The solution of the program, starting from a schedule that may hold more than fits."""
+    """Solve the program, with the schedule `base` as a hint, which may need more memory than there is; None if no
+    solution was found."""
     timeline = simulate(base, costs, check=False)
     program = Program(prices, room, _after_ms(timeline), most_ms)
     program.hint(_starts_ms(timeline, prices))
@@ -102,7 +104,7 @@ def solved(
 
 
 def _made(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
-    """The plan in a form that fits, with host memory if there is a link to it; None if it does not fit."""
+    """Return the plan and its timeline, with offload if necessary and possible; None if it does not fit."""
     if costs.host_link is not None:
         return fitting(plan, costs)
     timeline = simulate(plan, costs, check=False)
@@ -114,8 +116,8 @@ def _capacity(costs: CostTable, p: int) -> Floats:
 
 
 def _room(base: Plan, costs: CostTable) -> Floats:
-    """Bytes for activations per rank: what weights, and the buffers and workspaces of the initial schedule, leave
-    free."""
+    """Return the bytes per rank that are free for activations: the capacity minus weights and minus the buffers and
+    workspaces of the initial schedule."""
     capacity = _capacity(costs, base.num_ranks)
     if not np.isfinite(capacity).any():
         return capacity
@@ -126,7 +128,7 @@ def _room(base: Plan, costs: CostTable) -> Floats:
 
 
 def _after_ms(timeline: Timeline) -> Floats:
-    """Per rank, the time from its last op to the end of its reductions and its optimizer."""
+    """Return for every rank the time from its last op to the end of its reductions and its optimizer."""
     last = np.zeros(timeline.num_ranks)
     np.maximum.at(last, timeline.spans.rank, timeline.spans.end_ms)
     ends = last.copy()
@@ -136,7 +138,7 @@ def _after_ms(timeline: Timeline) -> Floats:
 
 
 def _starts_ms(timeline: Timeline, prices: Prices) -> dict[tuple[str, int, int], float]:
-    """When a schedule starts its ops; a whole backward is its I and then its W."""
+    """Return the start times of a schedule's ops; a fused backward counts as I followed by W."""
     starts: dict[tuple[str, int, int], float] = {}
     for span, begins in enumerate(timeline.spans.start_ms.tolist()):
         op = timeline.op(span)

@@ -23,11 +23,11 @@ from octopipe.plans.price import hop_times, offload_bytes, stage_memory, stage_t
 from octopipe.simulation.host_moves import MARGIN
 
 OP_RESOLUTION = 100
-"""Time units in the shortest op."""
+"""Number of time units into which the shortest op is divided."""
 MOST_UNITS = 1_000_000_000
-"""Time units in a step at most, however short the shortest op is."""
+"""Maximum number of time units in a step, even if the shortest op then has fewer."""
 BYTES_RESOLUTION = 1 << 30
-"""Steps in what a rank may hold."""
+"""Number of units into which the memory of a rank is divided."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -44,21 +44,22 @@ def cp_model() -> Any:
 
 
 class Prices(NamedTuple):
-    """What the program knows about a pipeline; times are integers, [stage, micro-batch]."""
+    """The times and bytes that the program uses; times are integers, [stage, micro-batch]."""
 
     unit_ms: float
     took: dict[str, Ints]
-    """Of F, I and W."""
+    """Durations of F, I and W."""
     hop: dict[str, Ints]
-    """Of F's output to the next stage and of I's gradient to the stage before."""
+    """Transfer times of F's output to the next stage and of I's gradient to the previous stage."""
     move: Ints | None
-    """One way between device and host memory, with the margin that lowering leaves; None without a host link."""
+    """Time of a copy in one direction between device and host memory, with the same margin as in lowering; None without
+    a host link."""
     held: Floats
-    """Bytes from the start of F to the end of I, or what I brings back for W if that is more."""
+    """Bytes held from the start of F to the end of I, or the bytes that I restores for W if these are more."""
     stash: Floats
-    """Bytes from the end of I to the end of W."""
+    """Bytes held from the end of I to the end of W."""
     movable: Floats
-    """Bytes of `held` that may leave."""
+    """Bytes of `held` that can be moved to host memory."""
 
 
 class Schedule(NamedTuple):
@@ -68,11 +69,11 @@ class Schedule(NamedTuple):
     moving: list[int]
     """Stages of which an activation moves to host memory."""
     step_ms: float
-    """What the program says that the step takes."""
+    """The step time according to the program."""
 
 
 def priced(shape: Plan, costs: CostTable) -> Prices:
-    """The prices of a plan with stage i on rank i, whatever its orders are."""
+    """Return the prices of a plan with stage i on rank i; they do not depend on its orders."""
     times, hops = stage_times(shape, costs), hop_times(shape, costs)
     every = np.concatenate([times[k].ravel() for k in (F, I, W)])
     shortest = float(every[every > 0].min(initial=np.inf))
@@ -103,8 +104,8 @@ class Program:
     """The program of one set of prices under a memory limit per rank."""
 
     def __init__(self, prices: Prices, room: Floats, after_ms: Floats, most_ms: float) -> None:
-        """`room`: bytes for activations per rank. `after_ms`: the time after a rank's last W. `most_ms`: the time of a
-        step that is already known."""
+        """`room`: bytes for activations per rank. `after_ms`: the time after a rank's last W. `most_ms`: a step time
+        that is known to be possible, which limits the horizon."""
         self.cp, self.prices, self.room = cp_model(), prices, room
         self.model = self.cp.CpModel()
         self.stages, self.micro_batches = prices.took["F"].shape
@@ -126,7 +127,7 @@ class Program:
         return self.model.new_int_var(0, self.horizon, "")
 
     def _ops(self) -> None:
-        """Every op runs once, one at a time on a rank, after everything that it needs has arrived."""
+        """State that a rank runs its ops one at a time, each after everything that it needs has arrived."""
         model, prices = self.model, self.prices
         for s in range(self.stages):
             lane = []
@@ -147,7 +148,7 @@ class Program:
                 self._transfers("I", s, s - 1)
 
     def _transfers(self, kind: str, source: int, target: int) -> None:
-        """Transfers between two stages run one after the other on their link."""
+        """State that the transfers of one direction between two stages run one after the other."""
         before: Any = None
         for m in range(self.micro_batches):
             hop, ready = int(self.prices.hop[kind][source, m]), self.end[kind, source, m]
@@ -161,8 +162,8 @@ class Program:
             self.model.add(self.start[kind, target, m] >= arrives)
 
     def _memory(self, s: int) -> None:
-        """The memory of a rank while each op runs: it grows only when an F starts or a move begins to bring an
-        activation back."""
+        """Limit the memory of a rank. It is checked while each op runs, because it grows only when an F starts or an
+        activation begins to come back from the host."""
         prices, count = self.prices, self.micro_batches
         limit = float(self.room[s])
         if not np.isfinite(limit) or float(prices.held[s].sum()) <= limit:
@@ -175,7 +176,7 @@ class Program:
         moves = [self._move(s, m) for m in range(count)] if prices.move is not None else []
         self._lanes(s, moves)
         for m in range(count):
-            # Of an earlier micro-batch, what its I and its W have not given back when this F starts.
+            # Earlier micro-batches hold what their I and W have not released when this F starts.
             used = held[m] + sum(
                 held[k] - (held[k] - stash[k]) * ~first["F", "I"][m, k] - stash[k] * ~first["F", "W"][m, k]
                 for k in range(m)
@@ -196,7 +197,8 @@ class Program:
             self.model.add(used - away <= BYTES_RESOLUTION)
 
     def _orders(self, s: int, one: str, other: str) -> dict[tuple[int, int], Any]:
-        """(k, m) -> whether op `one` of micro-batch k runs before op `other` of the earlier micro-batch m."""
+        """Return variables (k, m) -> whether op `one` of micro-batch k runs before op `other` of the earlier
+        micro-batch m."""
         model, first = self.model, {}
         for k in range(self.micro_batches):
             for m in range(k):
@@ -210,7 +212,8 @@ class Program:
         return first
 
     def _move(self, s: int, m: int) -> tuple[Any, Any, Any]:
-        """Whether an activation moves, when it has left and when it begins to come back."""
+        """Return variables: whether an activation is moved, when it has left the device, and when its way back
+        begins."""
         model, took = self.model, int(self.prices.move[s, m]) if self.prices.move is not None else 0
         moved, left, back = model.new_bool_var(""), self._time(), self._time()
         self.moved[s, m] = moved
@@ -220,7 +223,7 @@ class Program:
         return moved, left, back
 
     def _lanes(self, s: int, moves: list[tuple[Any, Any, Any]]) -> None:
-        """Only one move at a time runs in each direction."""
+        """State that moves in the same direction run one at a time."""
         down, up = [], []
         for m, (moved, left, back) in enumerate(moves):
             took = int(self.prices.move[s, m]) if self.prices.move is not None else 0
@@ -230,7 +233,7 @@ class Program:
             self.model.add_no_overlap(lane)
 
     def _away(self, move: tuple[Any, Any, Any], s: int, kind: str, m: int) -> Any:
-        """Whether an activation is in host memory all the time that an op runs."""
+        """Return a variable that may be true only if an activation is in host memory during the whole of an op."""
         moved, left, back = move
         away = self.model.new_bool_var("")
         self.model.add_implication(away, moved)
@@ -244,7 +247,7 @@ class Program:
             self.model.add_hint(self.start[cell], round(ms / self.prices.unit_ms))
 
     def solve(self, effort: float) -> Schedule | None:
-        """The best schedule found within this deterministic time; None if none was found."""
+        """Return the best schedule found within this deterministic time; None if none was found."""
         solver = self.cp.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
@@ -256,7 +259,7 @@ class Program:
             return None
         orders = []
         for s in range(self.stages):
-            # Ops of no time may start together: F before I before W, as their micro-batch needs them.
+            # Ops of zero duration may start together; sort them F, I, W, as their micro-batch needs them.
             mine = [
                 (solver.value(at), m, "FIW".index(kind), kind)
                 for (kind, stage, m), at in self.start.items()

@@ -1,12 +1,12 @@
-"""PipeOffload: interleaved 1F1B whose longest-lying activations go to host memory.
+"""PipeOffload: interleaved 1F1B with the activations that are held longest in host memory.
 
 Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", ICML 2025
 (arXiv 2503.01328).
-Rule: where the way to the host and back takes no longer than a layer's computation, the activations of all stages
-leave (full offload); otherwise those of half the stages of a rank, the first ones, which lie longest (selective
-offload: the peak falls by more than half). Transfers run beside the computation and delay nothing.
+Rule: if moving activations to the host and back takes no longer than the computation, those of all stages are
+offloaded (full offload); otherwise those of the first half of a rank's stages, which are held longest (selective
+offload: the peak falls by more than half). Transfers overlap with the computation and delay nothing.
 Simplified: the order is Narayanan's interleaved 1F1B, not the paper's own, whose warm-up spreads a rank's chunks more
-evenly; one activation at a time is left on the device where the link has no time for it, instead of a fixed share.
+evenly. Single activations stay on the device if the link has no time for them, instead of a fixed share.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from octopipe.simulation.simulator import simulate
     constraint="micro-batches a multiple of pp; at least 2 layers a rank; a known link to host memory",
 )
 def pipe_offload(setting: Setting) -> Plan:
-    """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
+    """Option `chunks`: stages per rank; by default the fastest of 2..8 that fits (the fastest of all if none fits)."""
     p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
     require(m % p == 0, "pipe-offload", f"{m} micro-batches are not a multiple of pp {p}")
     require(
@@ -49,7 +49,7 @@ def pipe_offload(setting: Setting) -> Plan:
 
 
 def round_trip_share(costs: CostTable) -> float:
-    """The way of all activations to the host and back, over the time of all computation: the paper's k."""
+    """Return the paper's k: the time to move all activations to the host and back, over the time of all computation."""
     link = costs.host_link
     assert link is not None
     moved = 2 * sum(link.transfer_ms(float(b)) for b in costs.activation_bytes)
@@ -57,7 +57,7 @@ def round_trip_share(costs: CostTable) -> float:
 
 
 def offloaded(costs: CostTable, p: int, m: int, v: int) -> Plan:
-    """Interleaved 1F1B with v stages per rank and the stages marked that leave."""
+    """Return interleaved 1F1B with v stages per rank, with the stages marked that are offloaded."""
     plan = interleaved_plan(costs, p, m, v)
     leaving = v if round_trip_share(costs) <= 1.0 else (v + 1) // 2
     return replace(plan, stages=tuple(replace(s, offload=k // p < leaving) for k, s in enumerate(plan.stages)))

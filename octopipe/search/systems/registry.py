@@ -1,7 +1,7 @@
 """The registry of pipeline systems: name -> policy that turns costs into a Plan.
 
-Knows: how a policy is declared, found (entry points of other packages included) and run. Does not know:
-any policy; each has its own file beside this one.
+Knows: how a policy is declared, found (including entry points of other packages) and run. Does not know:
+any policy; each has a file of its own in this package.
 
 A policy of your own is one small file:
 
@@ -10,7 +10,7 @@ A policy of your own is one small file:
     @system(name="mine", title="My schedule", paper="none yet", year=2026, tunes=("scheduling",))
     def mine(setting: Setting) -> Plan: ...
 
-and, to ship it in a package, an entry point in the group `octopipe.search.systems` that names the module.
+and, to ship it in a package, an entry point in the group `octopipe.systems` that names the module.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Setting:
     num_ranks: int
     num_micro_batches: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of one policy (`chunks` of interleaved systems, a solver's time limit, ...)."""
+    """Options of the policy (`chunks` of interleaved systems, a solver's time limit, ...)."""
     asked: set[str] = field(default_factory=set, compare=False)
-    """Options the policy has looked at."""
+    """Names of the options that the policy has read; other given options are rejected."""
 
     def option(self, name: str, default: Any) -> Any:
         self.asked.add(name)
@@ -88,9 +88,9 @@ class System:
     paper: str
     year: int
     tunes: tuple[str, ...]
-    """Of partitioning, placement, scheduling: the columns of the paper's Table I."""
+    """Which of partitioning, placement and scheduling it optimises: the columns of the paper's Table I."""
     constraint: str
-    """What must hold, in words; empty when it always applies."""
+    """The conditions under which it applies, in words; empty if it always applies."""
     policy: Policy
 
 
@@ -159,10 +159,13 @@ def build_plan(
     split_backward: bool | None = None,
     **options: Any,
 ) -> Plan:
-    """The checked plan of a system. `split_backward` True splits B into I and W where the system does not."""
+    """Build and check the plan of a system. `split_backward=True` splits B into I and W if the system does not do so.
+
+    Raises an error for unknown options, and if the plan recomputes a layer that must not run twice.
+    """
     check_sizes(costs, num_ranks, num_micro_batches)
     entry = get_system(name)
-    # Published systems know chains: their plans are made for the layers one after another, then connected as they are.
+    # Published systems plan chains: the plan is built for the layers in sequence, then connected along the real graph.
     graph, costs = costs.graph, costs.as_chain()
     setting = Setting(costs=costs, num_ranks=num_ranks, num_micro_batches=num_micro_batches, options=options)
     plan = entry.policy(setting)

@@ -1,10 +1,10 @@
 """Repetends: one period of a pipeline's steady state, in which every block of a micro-batch runs once.
 
-Knows: a micro-batch's blocks (stage, kind, rank, span, bytes) and what they wait for; how a period unrolls into
-orders for any number of micro-batches. Does not know: solvers (repetend_solver.py) or systems (tessel.py).
+Knows: the blocks of a micro-batch (stage, kind, rank, span, bytes) and what they wait for; how a period is unrolled
+into orders for any number of micro-batches. Does not know: solvers (repetend_solver.py) or systems (tessel.py).
 
 A repetend is a period T and a flat start for every block: block i of micro-batch n runs at flat_i + n T. The
-micro-batch ids of Tessel's repetend are floor(flat_i / T); cutting the chain is choosing where they grow.
+micro-batch ids of Tessel's repetend are floor(flat_i / T); its cuts of the chain are the places where these grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octopipe.search.systems.shapes import make_plan
 
 Floats = NDArray[np.float64]
 RESOLUTION = 500
-"""Time units that the busiest rank's work of one micro-batch is rounded to."""
+"""Number of time units into which the busiest rank's work of one micro-batch is divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class Blocks:
     stages: tuple[Stage, ...]
     blocks: tuple[Block, ...]
     edges: tuple[tuple[int, int, int], ...]
-    """(before, after, units of transfer between them), in the order of what comes after."""
+    """(block before, block after, units of transfer between them), sorted by the block after."""
     activation: Floats
-    """Bytes of a stage held from F to I (or B)."""
+    """[stage]: bytes held from F to I (or B)."""
     stash: Floats
-    """The part of them held until W, where the backward is split."""
+    """[stage]: the part of them that is held until W; zero if the backward is not split."""
     unit_ms: float
 
     @classmethod
     def of(cls, costs: CostTable, num_ranks: int, stages: tuple[Stage, ...], *, split: bool) -> Blocks:
-        """Blocks of the average micro-batch on these stages."""
+        """Return the blocks of a micro-batch of mean duration on these stages."""
         kinds = "FIW" if split else "FB"
         m = 1 if costs.micro_batch_factor is None else costs.micro_batch_factor.shape[0]
         orders: list[list[Op]] = [[] for _ in range(num_ranks)]
@@ -102,14 +102,14 @@ class Blocks:
 
     @property
     def work(self) -> list[int]:
-        """Units per rank and micro-batch; the largest is the shortest possible period."""
+        """[rank]: time units of work per micro-batch; the maximum is the shortest possible period."""
         out = [0] * self.num_ranks
         for block in self.blocks:
             out[block.rank] += block.span
         return out
 
     def waits_for(self) -> list[list[tuple[int, int]]]:
-        """Per block: what it waits for, with the transfer in between."""
+        """Return for every block the (block, units of transfer) that it waits for."""
         out: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         for a, b, transfer in self.edges:
             out[b].append((a, transfer))
@@ -129,9 +129,9 @@ class Repetend:
 
     @property
     def depth(self) -> tuple[int, ...]:
-        """Per block, how many periods after its micro-batch's first block's period it runs.
+        """[block]: how many periods after the first block of its micro-batch it runs.
 
-        A rank's period begins with its first block, so that its period is one unbroken stretch of its order.
+        The period of a rank is counted from its own first block, so that a period is a contiguous part of its order.
         """
         begin = [0] * self.of.num_ranks
         for rank in range(self.of.num_ranks):
@@ -142,11 +142,11 @@ class Repetend:
 
     @property
     def micro_batches(self) -> int:
-        """R: micro-batches that are in one repetend."""
+        """R: number of micro-batches in one repetend."""
         return max(self.depth) + 1
 
     def order(self, num_micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Per rank, (block, micro-batch) in the order of the unrolled flat starts."""
+        """Return for every rank its (block, micro-batch), sorted by the unrolled flat starts."""
         rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self.of.num_ranks)]
         for i, block in enumerate(self.of.blocks):
             for n in range(num_micro_batches):
@@ -154,19 +154,19 @@ class Repetend:
         return [[(i, n) for _, i, n in sorted(row)] for row in rows]
 
     def plan(self, num_micro_batches: int) -> Plan:
-        """The unrolled plan: warm-up, repetends and cool-down as the flat starts have them."""
+        """Return the unrolled plan, with warm-up, repetends and cool-down as they follow from the flat starts."""
         return plan_of(self.of, num_micro_batches, self.order(num_micro_batches))
 
 
 def plan_of(blocks: Blocks, num_micro_batches: int, order: Sequence[Sequence[tuple[int, int]]]) -> Plan:
-    """A plan from (block, micro-batch) orders."""
+    """Return the plan of these orders of (block, micro-batch)."""
     rows = [[Op(blocks.blocks[i].stage, blocks.blocks[i].kind, n) for i, n in row] for row in order]
     return make_plan(blocks.costs, blocks.num_ranks, num_micro_batches, blocks.stages, rows)
 
 
 def packed(blocks: Blocks, reversed_ranks: Sequence[int]) -> Repetend:
-    """Tessel's fast mode: each rank packs its blocks without a gap, some ranks in reverse, and one scan of the
-    chain finds the ids: a block that would run before what it waits for takes an older micro-batch."""
+    """Return a repetend of Tessel's fast mode: each rank packs its blocks without gaps, some ranks in reverse order.
+    One scan of the chain finds the ids: a block that would run too early is moved back by whole periods."""
     period = max(blocks.work)
     begin = [0] * len(blocks.blocks)
     for rank in range(blocks.num_ranks):
@@ -183,7 +183,7 @@ def packed(blocks: Blocks, reversed_ranks: Sequence[int]) -> Repetend:
 
 
 def serial(blocks: Blocks) -> Repetend:
-    """One micro-batch after another, which needs the least memory."""
+    """Return the repetend that runs one micro-batch after another, which needs the least memory."""
     before, free = blocks.waits_for(), [0] * blocks.num_ranks
     flat: list[int] = []
     for i, block in enumerate(blocks.blocks):  # blocks stand in dependency order
@@ -194,10 +194,10 @@ def serial(blocks: Blocks) -> Repetend:
 
 
 def packed_tightly(blocks: Blocks, period: int) -> Repetend:
-    """A quick good repetend: blocks in dependency order, each as early as its rank has room in the period.
+    """Return a good repetend, found quickly: blocks are placed in dependency order, each as early as its rank is free.
 
-    A rank without slack takes its blocks only where no unusable gap remains; the best of a few ways to leave
-    gaps wins.
+    A block is placed only if the remaining blocks of its rank still fit into the gaps. Of several randomised tries,
+    the one that ends first is returned; if all fail, a packed repetend.
     """
     tried = [_first_fit(blocks, period, seed) for seed in range(64)]
     found = [flat for flat in tried if flat]
@@ -240,7 +240,7 @@ def _free(taken: list[tuple[int, int]], place: int, span: int, period: int) -> b
 
 
 def _packs(taken: list[tuple[int, int]], spans: list[int], period: int) -> bool:
-    """Whether the other spans still fit into the gaps. First fit, longest span first: fast and good enough."""
+    """Whether the other spans still fit into the gaps, by best fit with the longest span first (a heuristic)."""
     edges = sorted(taken)
     gaps = [(nxt[0] - here[1]) % period for here, nxt in zip(edges, [*edges[1:], edges[0]])]
     if len(edges) == 1:

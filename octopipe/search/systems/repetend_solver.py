@@ -1,10 +1,11 @@
 """The solver behind Tessel: OR-tools CP-SAT finds repetends and their warm-up and cool-down.
 
-Knows: how to state both problems to CP-SAT and to stop after some seconds with the best it found. Does not
-know: which placement is worth trying. ortools is imported when a solve begins; it comes with the `exact` extra.
+Knows: how to state both problems to CP-SAT and to stop after some seconds with the best solution so far. Does
+not know: which placement is worth trying. ortools is imported when a solve begins; it comes with the `exact`
+extra.
 
-One core. A solve that ends before its limit is optimal and always the same; one that the limit stops depends
-on how fast the machine is.
+It uses one core. A solve that ends before its limit is optimal and reproducible; the result of one that is
+stopped by the limit depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octopipe.base.errors import NotApplicableError
 from octopipe.search.systems.repetend import Blocks, Floats, Repetend, packed_tightly
 
 BYTES_RESOLUTION = 10_000
-"""Steps that a rank's memory is rounded to, upwards for what it holds."""
+"""Number of units into which a rank's memory is divided; the sizes of activations are rounded up."""
 
 
 def cp_model() -> Any:
@@ -34,10 +35,10 @@ def cp_model() -> Any:
 
 
 def find_repetend(blocks: Blocks, period: int, room: Floats, seconds: float) -> Repetend | None:
-    """The repetend of this period with the shortest way through for one micro-batch; None if none was found.
+    """Return the repetend of this period in which one micro-batch is finished soonest; None if none was found.
 
     A block's flat start is its place in the period plus whole periods, which grow at the cuts of the chain; on a
-    rank the places must not overlap. `room` is bytes per rank: a stage holds ceil(lifetime / period)
+    rank, the places must not overlap. `room` is bytes per rank: a stage holds ceil(lifetime / period)
     micro-batches, which bounds the true peak from above.
     """
     cp = cp_model()
@@ -53,10 +54,10 @@ def find_repetend(blocks: Blocks, period: int, room: Floats, seconds: float) -> 
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(place[i] - d, spans[i], "") for i in mine for d in (0, period)]
         )
-    turns: list[Any] = [0] * len(spans)  # whole periods before each block: the cuts on its way
+    turns: list[Any] = [0] * len(spans)  # whole periods before each block: the sum of the cuts on its way
     for a, b, transfer in blocks.edges:
         follows = blocks.blocks[b].kind != "W"
-        # On the chain a wait of a whole period is too long: all that follows could run a period earlier.
+        # Except for W, a wait of a whole period is useless: all that follows could run one period earlier.
         cut = model.new_int_var(0, 2 if follows else len(spans), "")
         model.add_hint(cut, hint.flat[b] // period - hint.flat[a] // period)
         wait = place[b] + period * cut - place[a] - spans[a] - transfer
@@ -77,9 +78,9 @@ def find_repetend(blocks: Blocks, period: int, room: Floats, seconds: float) -> 
 def complete(
     repetend: Repetend, num_micro_batches: int, room: Floats, seconds: float
 ) -> list[list[tuple[int, int]]] | None:
-    """Warm-up and cool-down of the shortest makespan around repetends that keep their order.
+    """Return orders with the shortest makespan: warm-up and cool-down are free, the repetends keep their order.
 
-    With many micro-batches it solves for a few and repeats the repetend; None if the solver found nothing.
+    With many micro-batches, the problem is solved for a few and the repetend is repeated. None if nothing was found.
     """
     cp = cp_model()
     blocks, depth = repetend.of, repetend.depth
@@ -119,7 +120,7 @@ def complete(
     solver = _solver(cp, 0.4 * seconds)
     status = solver.solve(model)
     if status == cp.FEASIBLE:
-        # The plain search has stalled somewhere; neighbourhood search goes on from there.
+        # The time limit stopped the plain search; continue from its solution with large neighbourhood search.
         model.clear_hints()
         for variable in start.values():
             model.add_hint(variable, solver.value(variable))
@@ -134,7 +135,7 @@ def complete(
 def _repeated(
     order: list[list[tuple[int, int]]], repetend: Repetend, few: int, many: int
 ) -> list[list[tuple[int, int]]]:
-    """The same warm-up and cool-down around more repetends."""
+    """Return the same warm-up and cool-down around more repetends."""
     depth, last_warm = repetend.depth, repetend.micro_batches - 1
     if many == few:
         return order
@@ -149,7 +150,7 @@ def _repeated(
 
 
 def _replay(blocks: Blocks, order: Sequence[Sequence[tuple[int, int]]]) -> dict[tuple[int, int], int]:
-    """Earliest starts of the orders, in units."""
+    """Return the earliest start of every (block, micro-batch) in these orders, in units."""
     before = blocks.waits_for()
     start: dict[tuple[int, int], int] = {}
     head, clock = [0] * len(order), [0] * len(order)
@@ -170,7 +171,7 @@ def _replay(blocks: Blocks, order: Sequence[Sequence[tuple[int, int]]]) -> dict[
 
 
 def _holdings(blocks: Blocks) -> list[tuple[int, int, int, float]]:
-    """(rank, block that takes, block that frees, bytes)."""
+    """Return (rank, block that allocates, block that frees, bytes) of everything that is held."""
     at = {(b.stage, b.kind): i for i, b in enumerate(blocks.blocks)}
     out = []
     for s, stage in enumerate(blocks.stages):
@@ -178,7 +179,7 @@ def _holdings(blocks: Blocks) -> list[tuple[int, int, int, float]]:
             held, stash = float(blocks.activation[s]), float(blocks.stash[s])
             out.append((stage.rank, at[s, "F"], at[s, "W"], min(held, stash)))
             out.append((stage.rank, at[s, "F"], at[s, "I"], held - min(held, stash)))
-            # What a forward inside I brings back for W (layers that are recomputed in their backward).
+            # What the forward inside I restores for W, in layers that are recomputed in their backward.
             out.append((stage.rank, at[s, "I"], at[s, "W"], stash - min(held, stash)))
         else:
             out.append((stage.rank, at[s, "F"], at[s, "B"], float(blocks.activation[s])))

@@ -1,4 +1,4 @@
-"""Shapes many systems share: even splits, stage-to-rank maps, the 1F1B order.
+"""Building blocks of many systems: even splits, stage-to-rank maps, the 1F1B order.
 
 Knows: partitions, placements and orders as plain lists. Does not know: any one system's rules.
 """
@@ -13,11 +13,11 @@ from octopipe.plans.plan import Op, Plan, Stage
 
 
 def even_sizes(costs: CostTable, num_stages: int) -> list[int]:
-    """Layers per stage of the even split.
+    """Return the layers per stage of the even split.
 
     The layers between embedding and head are divided evenly, the remainder goes to the last stages; the
-    embedding joins the first stage and the head the last. Where that would leave a stage empty, all layers
-    count alike.
+    embedding joins the first stage and the head the last. If that would leave a stage empty, embedding and head
+    count as any other layer.
     """
     layers = costs.num_layers
     if num_stages > layers:
@@ -40,7 +40,7 @@ def even_sizes(costs: CostTable, num_stages: int) -> list[int]:
 def stages_from_sizes(
     sizes: Sequence[int], ranks: Sequence[int], recompute: Sequence[object] = ()
 ) -> tuple[Stage, ...]:
-    """Consecutive stages of these sizes on these ranks."""
+    """Return consecutive stages of these sizes on these ranks; `recompute` has one entry per stage, as in `Stage`."""
     stages, first = [], 0
     for s, (size, rank) in enumerate(zip(sizes, ranks, strict=True)):
         again = recompute[s] if recompute else False
@@ -55,7 +55,7 @@ def loop(num_stages: int, num_ranks: int) -> list[int]:
 
 
 def wave(num_stages: int, num_ranks: int) -> list[int]:
-    """Down and up again: 0 1 .. p-1 p-1 .. 1 0 0 1 .."""
+    """Return the rank of every stage, down and up again: 0 1 .. p-1 p-1 .. 1 0 0 1 .."""
     turns = [s % (2 * num_ranks) for s in range(num_stages)]
     return [r if r < num_ranks else 2 * num_ranks - 1 - r for r in turns]
 
@@ -75,7 +75,7 @@ def make_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, stages: tuple[Stage, ...], orders: Sequence[Sequence[Op]],
     **more: object,
 ) -> Plan:  # fmt: skip
-    """A Plan about this model."""
+    """Return a Plan for the model of these costs; `more` are further fields of Plan."""
     return Plan(
         model=costs.model,
         num_layers=costs.num_layers,

@@ -1,17 +1,17 @@
-"""Backward splitting for systems that do not define it: B becomes I and W, and W goes where it costs nothing.
+"""Backward splitting for systems that do not define it: B becomes I and W, and W runs where it costs no time.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the paper's evaluation splits every baseline so.
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the paper's evaluation splits every baseline like this.
 Rule: forwards, recomputations and input gradients keep the plan's own order; a rank runs a weight gradient
-when it would idle, when its memory asks for it, and at the end.
+when it would be idle, when its memory is short, and at the end.
 
 Knows: the fused plan, its costs, where a rank idles. Does not know: which system made the plan.
 
-Memory: no rank exceeds the larger of its own peak in the fused plan and the fused plan's highest peak over
-all ranks (ZB-H1's trade), nor its capacity where the fused plan fits. Gradients that arrive sooner than in
-the fused plan may add two boundary tensors to that, for no place of W avoids their buffers. Where the costs
-know no bytes, a stage's number of layers stands in for its activations, all held until W.
-Time: candidates differ in how much W may be put off and in how small a gap W may fill; the fastest by
-simulation wins, the plain I,W pair among them, so the result is never slower than that or the fused plan.
+Memory: no rank exceeds the fused plan's highest peak over all ranks (as in ZB-H1), nor its capacity if the
+fused plan fits. Gradients that arrive sooner than in the fused plan may add two boundary tensors, because
+their buffers do not depend on where W runs. If the costs contain no bytes, a stage's number of layers stands
+for its activations, all held until W.
+Time: candidates differ in how long W may be deferred and in how small a gap W may fill; the fastest by
+simulation wins. The plain sequence I, W is a candidate, so the result is never slower than that.
 
 >>> from octopipe.costs.table import CostTable
 >>> from octopipe.simulation.simulator import simulate
@@ -40,9 +40,9 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.simulation.timing import handed_over
 
 DEFERRALS = (1.0, 0.75, 0.5, 0.25)
-"""How much of the memory that is free for putting off W may be used."""
+"""The shares of the free memory that may be used to defer W."""
 PATIENCE = ((0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (0.5, 1.0), (1.0, 1.0))
-"""Share of W that may stick out of a gap: while forwards are left on the rank, and after its last forward."""
+"""The share of a W that may extend beyond a gap: up to the rank's last forward, and after it."""
 FINALISTS = 6
 ROUNDS = 4
 _SLACK = 1e-9
@@ -50,8 +50,8 @@ Floats = NDArray[np.float64]
 
 
 def split_backward(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with every B as I and W. A plan that splits its backward already is returned as it is, and so is one
-    with pairs: the W of a paired B runs wherever the pair leaves the compute lane free.
+    """Return the plan with every B split into I and W. A plan without B is returned as it is, and so is one with pairs:
+    the W of a paired B runs wherever the pair leaves the compute lane free.
 
     If no split plan stays within the memory limit, the fused plan is returned.
     """
@@ -64,7 +64,7 @@ def split_backward(plan: Plan, costs: CostTable) -> Plan:
 def _split(plan: Plan, costs: CostTable) -> Plan:
     fused = simulate(plan, costs, check=False)
     target = fused.peak_bytes
-    if not plan.extra.get("balances_memory"):  # such a plan has lent the emptier ranks' room already (BPipe)
+    if not plan.extra.get("balances_memory"):  # BPipe's plan uses the free memory of other ranks already
         target = np.maximum(target, target.max())
     limit = target + _early_gradients(plan, costs)
     if fused.fits:
@@ -82,7 +82,7 @@ def _split(plan: Plan, costs: CostTable) -> Plan:
         excess = np.max([t.peak_bytes - limit for _, t in results], axis=0)
         if np.all(excess <= _SLACK * limit):
             break
-        # Gradients that arrive sooner wait in buffers that the filling does not count: leave room for them.
+        # Gradients that arrive sooner wait in buffers that `_fill` does not count, so keep their bytes free.
         room = room - np.maximum(excess, 0.0)
     fitting = [(c, t) for c, t in tried if np.all(t.peak_bytes <= limit * (1 + _SLACK))]
     if not fitting:
@@ -91,7 +91,7 @@ def _split(plan: Plan, costs: CostTable) -> Plan:
 
 
 def _candidates(plan: Plan, costs: CostTable, prices: _Prices, room: Floats) -> list[Plan]:
-    """Plans with W filled in under shares of the room, the fastest first."""
+    """Return plans with W filled in for all deferrals and patience values, sorted by makespan."""
     plans: dict[bytes, Plan] = {}
     for deferral in DEFERRALS:
         cap = np.minimum(prices.peak, room) + deferral * np.maximum(room - prices.peak, 0.0)
@@ -103,7 +103,7 @@ def _candidates(plan: Plan, costs: CostTable, prices: _Prices, room: Floats) -> 
 
 
 def _early_gradients(plan: Plan, costs: CostTable) -> Floats:
-    """Per rank, the bytes of two boundary tensors."""
+    """Return the bytes of two boundary tensors, per rank."""
     output, gradient = (x.max(axis=1) for x in boundary_bytes(plan, costs))
     out = np.zeros(plan.num_ranks)
     np.maximum.at(out, [s.rank for s in plan.stages], 2.0 * np.maximum(output, gradient))
@@ -127,24 +127,24 @@ class _Prices:
 
     offsets: NDArray[np.int32]
     waits_for: NDArray[np.int32]
-    """Ops on other ranks that must arrive first, two columns, -1 for none."""
+    """[op, 2]: ops on other ranks whose results it waits for, or -1."""
     target: NDArray[np.int32]
     """The rank to which the op's result travels, or -1."""
     duration: Floats
     hop: Floats
     weight: Floats
-    """Duration of the W that a B leaves behind; negative for other ops."""
+    """Duration of the W that belongs to a B; negative for other ops."""
     takes: Floats
     frees: Floats
     stash: Floats
     glued: NDArray[np.bool_]
-    """Backwards that must follow its forward at once: a recomputing stage without R."""
+    """Backwards that must directly follow their forward, because their stage recomputes but they have no R."""
     last_forward: NDArray[np.int32]
-    """Per rank, the number of its last F."""
+    """[rank]: number of its last F."""
     peak: Floats
-    """Highest sum of activations per rank in the fused order."""
+    """[rank]: highest sum of activations in the fused order."""
     known: bool
-    """False where the costs know no bytes and layers stand in for them."""
+    """False if the costs contain no bytes, so that numbers of layers are used instead."""
 
 
 def _prices(plan: Plan, costs: CostTable) -> _Prices:
@@ -204,7 +204,7 @@ def _activations(plan: Plan, costs: CostTable) -> tuple[Floats, Floats, Floats, 
 
 
 def _overhead(fused: Timeline, prices: _Prices) -> Floats:
-    """Peak bytes of the fused plan beyond weights and activations: buffers and workspaces."""
+    """Return the peak bytes of the fused plan, per rank, minus weights and activations: buffers and workspaces."""
     static = np.array([c.static_bytes for c in fused.memory])
     return np.maximum(fused.peak_bytes - static - prices.peak, 0.0) if prices.known else np.zeros(static.size)
 
@@ -229,7 +229,7 @@ def _fill_all(prices: _Prices, cap: Floats, steady: float, draining: float) -> N
 
 
 def _orders(plan: Plan, filled: NDArray[np.int32]) -> list[list[Op]]:
-    """Op objects from the numbers `_fill` leaves; a W is the number of its B, counted below zero."""
+    """Return the ops for the numbers that `_fill` returns; a W is written as -1 minus the number of its B."""
     t = plan.table()
     weights = np.bincount(t.rank[t.kind == B], minlength=plan.num_ranks)
     sizes = np.diff(t.offsets) + weights
@@ -247,9 +247,9 @@ def _orders(plan: Plan, filled: NDArray[np.int32]) -> list[list[Op]]:
 def _fill(  # type: ignore[no-untyped-def]
     offsets, waits_for, target, duration, hop, weight, takes, frees, stash, glued, last_forward, cap, steady, draining
 ):
-    """Replay the fused orders with I for B, putting W into gaps, before an op that would not fit, and last.
+    """Replay the fused orders with I for B; insert W into gaps, before ops that would not fit, and at the end.
 
-    A rank's next op waits for arrivals that do not depend on the W put before it, so the gap is known exactly.
+    The arrivals that a rank's next op waits for do not depend on W inserted before it, so the gap is known exactly.
     """
     ranks = offsets.size - 1
     computes = duration.size

@@ -4,10 +4,10 @@ Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flex
 Rule: give the chain of one micro-batch's blocks non-increasing micro-batch ids by cutting it; every block once
 per repetend, no overlap on a rank, dependencies kept, memory within the cap; the repetend with the least bubble
 wins, then the one over the fewest micro-batches. Complete it with the shortest warm-up and cool-down, repeat
-it for large m. The fast mode packs each rank's blocks whatever they wait for (odd ranks in reverse) and reads
-the ids off one scan of the chain.
+it for large m. The fast mode packs each rank's blocks without regard to dependencies (odd ranks in reverse) and
+finds the ids in one scan of the chain.
 
-Ours: CP-SAT chooses the cuts together with the places instead of solving once per set of cuts; the period is
+Here: CP-SAT chooses the cuts together with the places instead of solving once per set of cuts; the period is
 the busiest rank's work (no bubble), or longer where memory asks for it. Transfers count as delays. Placements
 tried: one stage per rank, and two in V and in loop form; the best by simulation wins. Times of micro-batches of
 different lengths are averaged. Backward stays whole unless option `split` is set. The search stops after
@@ -33,7 +33,7 @@ from octopipe.simulation.simulator import simulate
 
 TIME_LIMIT_S = 12.0
 SEARCH_SHARE = 0.3
-"""Share of the time for repetends; the rest goes to warm-up and cool-down."""
+"""Share of the time for finding repetends; the rest is for warm-up and cool-down."""
 MOST_COMPLETED = 5
 STRETCH = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 9.0)
 """Periods tried under a memory cap, as multiples of the busiest rank's work."""
@@ -61,7 +61,7 @@ def tessel(setting: Setting) -> Plan:
     for blocks in placements:
         room = _room(blocks, m)
         searched = _search(blocks, room, SEARCH_SHARE * limit / len(placements))
-        # The fast mode's repetends span more micro-batches, which a few micro-batches in all may like better.
+        # The fast mode's repetends span more micro-batches, which may be better if there are few micro-batches in all.
         found += [(best.offer(r.plan(m)), r, room) for r in (searched, *_packings(blocks))]
     found.sort(key=lambda entry: entry[0])
     contenders = [entry for entry in found if not entry[0][0]][:MOST_COMPLETED] or found[:1]
@@ -99,13 +99,13 @@ def tessel_fast(setting: Setting) -> Plan:
 
 
 def _packings(blocks: Blocks) -> Iterator[Repetend]:
-    """The fast mode's repetends: odd ranks in reverse as published, or even ones, or none."""
+    """Yield the fast mode's repetends: with the odd ranks in reverse, as published, or the even ranks, or none."""
     for backwards in (range(1, blocks.num_ranks, 2), range(0, blocks.num_ranks, 2), range(0)):
         yield packed(blocks, backwards)
 
 
 class _Best:
-    """The fastest plan so far that fits, otherwise the fastest."""
+    """Keeps the fastest plan offered so far that fits; as long as none fits, the fastest of all."""
 
     def __init__(self, costs: CostTable):
         self._costs = costs
@@ -113,7 +113,7 @@ class _Best:
         self._plan: Plan | None = None
 
     def offer(self, plan: Plan) -> tuple[bool, float]:
-        """Take the plan if it is better; says (does not fit, step time)."""
+        """Keep the plan if it is better than the present one; return (whether it does not fit, step time)."""
         timeline = simulate(plan, self._costs, check=False)
         score = (not timeline.fits, timeline.step_ms)
         if self._plan is None or score < self._score:
@@ -131,7 +131,8 @@ class _Best:
 
 
 def _placements(setting: Setting) -> Iterator[Blocks]:
-    """One stage per rank; two in V and in loop form where there are layers enough."""
+    """Yield the blocks of every placement: one stage per rank and, if there are enough layers, two in V and loop
+    form."""
     p, costs = setting.num_ranks, setting.costs
     require(bool(costs.layer_ms.any()), "tessel", "no layer takes any time, so there is no period to repeat")
     shapes = [loop(p, p)]
@@ -143,8 +144,8 @@ def _placements(setting: Setting) -> Iterator[Blocks]:
 
 
 def _room(blocks: Blocks, m: int) -> Floats:
-    """Bytes per rank for activations: the capacity minus weights and minus what buffers and workspaces add to the
-    peak."""
+    """Return the bytes per rank for activations: the capacity minus weights and minus what buffers and workspaces add
+    to the peak."""
     costs, plan = blocks.costs, packed_tightly(blocks, max(blocks.work)).plan(m)
     capacity = np.array([costs.capacity_bytes(r) for r in range(blocks.num_ranks)])
     if not np.any(np.isfinite(capacity)):
@@ -159,7 +160,8 @@ def _room(blocks: Blocks, m: int) -> Floats:
 
 
 def _search(blocks: Blocks, room: Floats, seconds: float) -> Repetend:
-    """The repetend with the shortest period that fits; if none was found, one micro-batch at a time."""
+    """Return the repetend with the shortest of the periods tried that fits. If the solver finds none in time: one
+    micro-batch at a time or, without a memory limit, a repetend of `packed_tightly`."""
     shortest = max(blocks.work)
     begin = time.monotonic()
     for tried, stretch in enumerate(STRETCH):

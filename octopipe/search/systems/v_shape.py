@@ -1,8 +1,8 @@
-"""Orders on the V placement (stages r and 2p-1-r on rank r), made in unit slots and frozen.
+"""Orders on the V placement (stages r and 2p-1-r on rank r), built in unit slots and then kept.
 
-Knows: how a repeated block of F and I becomes an order with W in the free slots, how its warm-up and its
+Knows: how a repeated block of F and I becomes an order with W in the free slots, and how its warm-up and its
 cool-down are tightened without holding more than a given number of half-chunks. Does not know: real times;
-a plan made here replays its order with whatever its stages cost.
+a plan built here keeps its order whatever its stages cost.
 
 Qi, Wan, Amar, Lin, "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (V-Half, V-Min), and Qi et
 al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-V). Every op takes one slot, a forward holds one
@@ -27,12 +27,12 @@ Block = Callable[[int, int], Sequence[int]]
 
 
 def v_plan(costs: CostTable, p: int, m: int, orders: Sequence[Sequence[Op]]) -> Plan:
-    """The plan of these orders over the even split into 2p stages."""
+    """Return the plan with these orders on the even split into 2p stages."""
     return make_plan(costs, p, m, stages_from_sizes(even_sizes(costs, 2 * p), wave(2 * p, p)), orders)
 
 
 def require_two_chunks(name: str, costs: CostTable, p: int) -> None:
-    """A V needs two stages a rank, and every stage a layer."""
+    """Raise NotApplicableError if there are not enough layers for two stages per rank."""
     require(
         costs.num_layers >= 2 * p,
         name,
@@ -41,7 +41,7 @@ def require_two_chunks(name: str, costs: CostTable, p: int) -> None:
 
 
 def unit_forms(name: str, p: int, bubble: float, peak: float, *, formula: tuple[str, str]) -> list[ClosedForm]:
-    """Span bubble and highest peak with F = I = W = 1 and one half-chunk a layer."""
+    """Return the forms for span bubble and highest peak with F = I = W = 1 and one half-chunk per layer."""
     m = 3 * p
     costs = CostTable.uniform(num_layers=2 * p, activation_bytes=1.0, stash_bytes=1.0)
     return [
@@ -61,7 +61,8 @@ def unit_forms(name: str, p: int, bubble: float, peak: float, *, formula: tuple[
 
 
 def block_orders(p: int, m: int, block: Block) -> list[list[Op]]:
-    """The orders of a block that repeats every six slots, tightened at both ends within its own peak."""
+    """Return the orders of a block that repeats every six slots, with warm-up and cool-down tightened within its
+    peak."""
     cap = max(_peak([op for _, op in row]) for row in _repeat(p, max(m, 2 * p), block))
     rows = _squeeze(p, _repeat(p, m, block))
     moved = True
@@ -71,7 +72,8 @@ def block_orders(p: int, m: int, block: Block) -> list[list[Op]]:
 
 
 def _repeat(p: int, m: int, block: Block) -> list[list[tuple[int, Op]]]:
-    """Per rank (slot, op) in slot order: the block of every micro-batch, each W in the first free slot."""
+    """Return for every rank its (slot, op) in slot order: the block of every micro-batch, each W in the first free slot
+    after its I."""
     rows = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
@@ -92,7 +94,7 @@ def _repeat(p: int, m: int, block: Block) -> list[list[tuple[int, Op]]]:
 
 
 def _peak(order: Sequence[Op]) -> int:
-    """Most half-chunks held at once."""
+    """Return the largest number of half-chunks that an order holds at once."""
     held = most = 0
     for op in order:
         held += (op.kind == "F") - (op.kind == "W")
@@ -101,7 +103,7 @@ def _peak(order: Sequence[Op]) -> int:
 
 
 class _Slots:
-    """End slots of the ops run so far, and from when on an op can run."""
+    """The slots in which the ops run so far have ended; `ready` returns the first slot in which an op can run."""
 
     def __init__(self, p: int) -> None:
         self.last = 2 * p - 1
@@ -118,7 +120,7 @@ class _Slots:
 
 
 def _squeeze(p: int, rows: list[list[tuple[int, Op]]]) -> list[list[tuple[int, Op]]]:
-    """The same orders without needless waiting."""
+    """Return the same orders with every op in the earliest possible slot."""
     slots = _Slots(p)
     out: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
     # Slots of the repeated block respect every dependency, so all ops in slot order are a topological order.
@@ -130,7 +132,8 @@ def _squeeze(p: int, rows: list[list[tuple[int, Op]]]) -> list[list[tuple[int, O
 
 
 def _move_earlier(p: int, rows: list[list[tuple[int, Op]]], cap: int) -> tuple[list[list[tuple[int, Op]]], bool]:
-    """Fill each free slot with the first later op of its rank that can run there within `cap`."""
+    """Fill each free slot with the first later op of its rank that can run there without exceeding `cap`; return the
+    rows and whether any op has moved."""
     slots = _Slots(p)
     left = [list(row) for row in rows]
     held = [0] * p
@@ -155,7 +158,8 @@ def _move_earlier(p: int, rows: list[list[tuple[int, Op]]], cap: int) -> tuple[l
 
 
 def _pick(slots: _Slots, row: list[tuple[int, Op]], held: int, now: int, cap: int) -> int:
-    """Position of the op to run now, or -1. Ops never move later, so one whose slot has come runs."""
+    """Return the position of the op to run now, or -1. Ops never move to a later slot, so an op whose slot has come
+    runs."""
     if row and row[0][0] == now:
         return 0
     most = held
@@ -163,7 +167,7 @@ def _pick(slots: _Slots, row: list[tuple[int, Op]], held: int, now: int, cap: in
     for at, (_, op) in enumerate(row):
         if slots.ready(op) <= now and (op.kind != "F" or most < cap):
             return at
-        # Ops of one stage and kind go by micro-batch: where one cannot run, none behind it can.
+        # Ops of one stage and kind run in the order of micro-batches: if one cannot run, later ones cannot either.
         seen.add(op[:2])
         if len(seen) == PERIOD:
             break
@@ -173,7 +177,8 @@ def _pick(slots: _Slots, row: list[tuple[int, Op]], held: int, now: int, cap: in
 
 
 def cool_down(p: int, orders: Sequence[Sequence[Op]], cap: int) -> list[list[Op]]:
-    """After a rank's last chunk-0 forward: F and I first, W where nothing else can run or to make room."""
+    """Reorder the ops after a rank's last chunk-0 forward: F and I first, W if nothing else can run or for lack of
+    room."""
     fixed, rest, weights = [], [], []
     for rank, order in enumerate(orders):
         cut = 1 + max(k for k, op in enumerate(order) if op.kind == "F" and op.stage == rank)
@@ -199,14 +204,15 @@ def cool_down(p: int, orders: Sequence[Sequence[Op]], cap: int) -> list[list[Op]
 
 
 def _next(slots: _Slots, fixed: list[Op], rest: list[Op], weights: list[Op], room: bool, now: int) -> Op | None:
-    """Take the op a rank runs now out of its lists; `fixed` is reversed, the others are in order."""
+    """Remove the op that a rank runs now from its lists and return it; None if none can run. `fixed` is reversed, the
+    others are in order."""
     if fixed:
         return fixed.pop() if slots.ready(fixed[-1]) <= now else None
     for at, op in enumerate(rest):
         if slots.ready(op) <= now and (op.kind == "I" or room):
             return rest.pop(at)
         if op.kind == "F":
-            break  # nothing overtakes a forward: what the next rank waits for must not starve
+            break  # nothing overtakes a forward, because the next rank waits for it
     for at, op in enumerate(weights):
         if slots.ready(op) <= now:
             return weights.pop(at)

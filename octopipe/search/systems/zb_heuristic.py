@@ -2,16 +2,16 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, the automatic scheduler without its ILP.
 Rule: stage i on rank i. Warm-up: every stage runs F0 and as many more F as memory and the wait for its first
-gradient allow. Then rounds of one F per stage and one I per stage in reverse; W goes where it fits a gap,
-where memory asks for it, or where the gap would lengthen the worst stage's idle time. Three yes/no choices
+gradient allow. Then rounds of one F per stage and one I per stage in reverse; W runs where it fits a gap,
+where memory is short, or where the gap would lengthen the worst stage's idle time. Three yes/no choices
 (see Choices) are tried in all combinations; the smallest span wins, then the smallest makespan.
 
-Works on real times: every stage, micro-batch and link has its own. The limit of rank i is p (2p) times what
-one micro-batch of its own stage holds (F adds M_B, I frees M_B - M_W, W frees M_W), and never more than what
-the rank's capacity leaves beside weights and buffers, where that is enough for a micro-batch. Where the costs
-know no bytes at all, M_B = 1 and M_W = 32/34, the paper's ratio 32h / (34h + 5as) without attention scores.
-Simplified: the authors assume equal stages, so where a forward does not fit though every W is done, or where
-its input is not there yet, it waits for a later round (theirs would stop).
+The times of every stage, micro-batch and link are used. The limit of rank i is p (2p) times the bytes of one
+micro-batch of its own stage (F adds M_B, I frees M_B - M_W, W frees M_W), and never more than the rank's
+capacity without weights and buffers, if that is enough for a micro-batch. If the costs contain no bytes at
+all, M_B = 1 and M_W = 32/34, the paper's ratio 32h / (34h + 5as) without attention scores.
+Simplified: the authors assume equal stages. Here, a forward that does not fit after all W are done, or whose
+input has not arrived yet, waits for a later round (theirs would stop).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from octopipe.simulation.simulator import simulate
 
 STASH_WITHOUT_BYTES = 32 / 34
 RETRIES = 3
-"""How often the limit is tightened when buffers beside the activations overflow a rank."""
+"""How often the limit is reduced because buffers, in addition to activations, exceed the memory of a rank."""
 _EPS = 1e-7
-"""Times this close, relative to the longest op, are the same."""
+"""Times that differ by less than this share of the longest op count as equal."""
 Table = list[list[float]]
 """[stage][micro-batch]."""
 
@@ -47,36 +47,36 @@ def zb_2p(setting: Setting) -> Plan:
 
 
 class Choices(NamedTuple):
-    """The heuristic's three booleans."""
+    """The three yes/no choices of the heuristic."""
 
     overshoot: bool
     """The last warm-up forward may end after the first gradient arrives."""
     skip: bool
-    """A stage two or more forwards ahead of its successor may leave one out to take its gradient in time."""
+    """A stage two or more forwards ahead of the next stage may skip one forward to run its I in time."""
     fill: bool
-    """W goes into a gap shorter than itself even where the gap does no harm."""
+    """A W may run in a gap that is shorter than the W, even if the gap alone would do no harm."""
 
 
 class Prices(NamedTuple):
-    """What the scheduler knows about a pipeline."""
+    """The times and bytes that the scheduler uses."""
 
     forward_ms: Table
     input_ms: Table
     weight_ms: Table
     send_ms: Table
-    """Of a stage's output to the next stage."""
+    """Transfer of a stage's output to the next stage."""
     return_ms: Table
-    """Of a stage's input gradient to the stage before."""
+    """Transfer of a stage's input gradient to the previous stage."""
     held: Table
-    """M_B: added by F."""
+    """M_B: bytes that F adds."""
     stashed: Table
-    """M_W: what of it is left after I, until W."""
+    """M_W: the part of M_B that is held after I until W."""
     limit: list[float]
-    """What each rank may hold."""
+    """Largest sum of activations of each rank."""
 
 
 def heuristic_plan(costs: CostTable, p: int, m: int, in_flight: int) -> Plan:
-    """The best of all choices when each rank may hold `in_flight` micro-batches."""
+    """Return the best plan over all choices if each rank may hold `in_flight` micro-batches."""
     shape = straight_plan(costs, p, m, [handcrafted_order(i, p, m, 1) for i in range(p)])
     prices = _prices(shape, costs, in_flight)
     for _ in range(RETRIES):
@@ -101,7 +101,7 @@ def _prices(plan: Plan, costs: CostTable, in_flight: int) -> Prices:
     if not held.any():
         held = held + 1.0
         stashed = stashed + STASH_WITHOUT_BYTES
-    # Sums of bytes round: the last micro-batch of an exact fit must not be refused for it.
+    # A tolerance for rounded sums, so that an exact fit is not rejected.
     limit = held.max(axis=1) * in_flight * (1 + 1e-12)
     return Prices(
         forward_ms=times[F].tolist(),
@@ -198,7 +198,7 @@ class _Schedule:
         return self.weights[s] < self.inputs[s]
 
     def _fill_gap(self, s: int, ready: float) -> None:
-        """Use the time until `ready` for weight gradients."""
+        """Run pending W in the time until `ready`, as far as the choices allow."""
         while self._pending(s):
             took = self.prices.weight_ms[s][self.weights[s]]
             gap = ready - self.clock[s]
@@ -212,7 +212,7 @@ class _Schedule:
     # -- phases ----------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """F0 everywhere, more forwards while the first gradient is on its way, then the first I."""
+        """Run F0 on every stage, more forwards while the first gradient is under way, then the first I."""
         for s in range(self.p):
             self._put_f(s)
         more = [0] * self.p
@@ -239,7 +239,7 @@ class _Schedule:
             self._put_i(s)
 
     def _round(self) -> None:
-        """A forward and an input gradient of every stage."""
+        """Run one round: one forward (unless skipped or impossible) and one I of every stage."""
         skipped = self._skipped() if self.choices.skip else -1
         for s in range(self.p):
             if self.forwards[s] < self.m and s > skipped and self._forward_fits(s):
@@ -256,7 +256,7 @@ class _Schedule:
                 self._put_w(0)
 
     def _forward_fits(self, s: int) -> bool:
-        """Whether the next forward's input is there and its activations fit once all pending W are done."""
+        """Whether the next forward's input exists and its activations fit after all pending W have run."""
         b = self.forwards[s]
         if s > 0 and self.forwards[s - 1] <= b:
             return False
@@ -266,10 +266,10 @@ class _Schedule:
         return self.memory[s] - freed + self.prices.held[s][b] <= self.prices.limit[s]
 
     def _skipped(self) -> int:
-        """The last stage that leaves out its forward this round (all before it do too), or -1.
+        """Return the last stage that skips its forward in this round (all stages before it do too), or -1.
 
-        A stage two or more forwards ahead of the next does so where its forward would hold up its input
-        gradient, unless waiting idle for that gradient makes it the stage with the most idle time.
+        A stage two or more forwards ahead of the next one skips a forward that would delay its I, unless waiting
+        for the gradient would make it the stage with the most idle time.
         """
         worst = max(self.idle)
         for s in reversed(range(self.p - 1)):

@@ -28,7 +28,7 @@ def zb_v(setting: Setting) -> Plan:
 
 
 def _pattern(r: int, p: int, m: int) -> list[Op]:
-    """Warm-up and groups of rank r (from 0); micro-batches beyond m are left out."""
+    """Return warm-up and groups of rank r (from 0); micro-batches from m on are left out."""
     down, up = r, 2 * p - 1 - r
     # The first chunk-2 forward arrives after 2(p-r)-1 chunk-1 forwards; then the two take turns.
     shape = [(down, "F")] * (2 * (p - r) - 1) + [(up, "F"), (down, "F")] * r

@@ -1,7 +1,7 @@
-"""What the straight zero-bubble systems share: stage i on rank i, and the hand-crafted orders.
+"""Common parts of the zero-bubble systems with stage i on rank i: the plan and the hand-crafted orders.
 
-Knows: the order "F_x, I_{x-k(p-1-i)}, W_{x-k(p-1)}" of ZB-H1 (k=1) and ZB-H2 (k=2), and what the paper
-publishes about them. Does not know: the heuristic (zb_heuristic.py) and the V (v_shape.py).
+Knows: the order "F_x, I_{x-k(p-1-i)}, W_{x-k(p-1)}" of ZB-H1 (k=1) and ZB-H2 (k=2), and the values that the
+paper publishes about them. Does not know: the heuristic (zb_heuristic.py) and the V (v_shape.py).
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Its B (input gradient) is our I.
 """
@@ -20,12 +20,12 @@ ZERO_BUBBLE = "Qi et al., ICLR 2024"
 
 
 def straight_plan(costs: CostTable, p: int, m: int, orders: Sequence[Sequence[Op]]) -> Plan:
-    """The plan of these orders over the even split, stage i on rank i."""
+    """Return the plan with these orders on the even split, stage i on rank i."""
     return make_plan(costs, p, m, stages_from_sizes(even_sizes(costs, p), loop(p, p)), orders)
 
 
 def handcrafted_order(rank: int, p: int, m: int, k: int) -> list[Op]:
-    """ZB-H1 (k=1) or ZB-H2 (k=2) of one rank.
+    """Return the order of one rank in ZB-H1 (k=1) or ZB-H2 (k=2).
 
     >>> " ".join(map(str, handcrafted_order(0, 2, 3, 1)))
     '0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2'
@@ -87,7 +87,7 @@ def published_rates() -> list[Published]:
     )
     out = []
     for k, (p, m, f, i, w, hop, plain, h1, h2, two) in enumerate(rows):
-        # ZB-1p reaches just ZB-H1's rate in every row.
+        # ZB-1p has the same rate as ZB-H1 in every row.
         rates = {"1f1b": plain, "zb-h1": h1, "zb-1p": h1, "zb-h2": h2, "zb-2p": two}
         out.append(Published(p, m, f, i, w, hop, *models[k // 3], rates))
     return out

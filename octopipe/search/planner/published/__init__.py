@@ -1,7 +1,7 @@
 """Published systems that plan a whole cluster, not the pipeline alone: Alpa, DAPPLE, Metis and Mist.
 
-Knows: how each is asked, which micro-batch sizes are tried, and that what is returned fits by simulation. Does not
-know: their rules (a file each) or the command line.
+Knows: how each system is called, which micro-batch sizes are tried, and that the plan returned fits by simulation.
+Does not know: their rules (one file per system) or the command line.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from octopipe.search.planner.published.mist import mist
 from octopipe.search.planner.published.query import Query, query_of
 
 Planner = Callable[[Query, MeshPricer, int, float, float], Arrangement | None]
-"""(query, prices, samples per micro-batch, share of memory kept free, objective that is known) -> its best."""
+"""(query, prices, samples per micro-batch, share of memory kept free, objective to beat) -> its best arrangement, or
+None."""
 PLANNERS: Mapping[str, Planner] = MappingProxyType({"alpa": alpa, "dapple": dapple, "metis": metis, "mist": mist})
 TRIES, NEAR = 4, 1.1
+"""How often an arrangement that does not fit by simulation is planned again with less memory, and up to which multiple
+of the best objective arrangements are kept."""
 MOST_OPS = 1_500_000
-"""Ops of a simulated plan at most."""
+"""Plans with more ops are not simulated."""
 
 
 def plan_by(
@@ -41,9 +44,10 @@ def plan_by(
     fixed: Mapping[str, int] | None = None,
     budget_s: float = 30.0,
 ) -> SystemPlan:
-    """The plan that a published system makes for a cluster: the best by its own formula, simulated.
+    """Return the plan of a published system for a cluster: the best one by its own formula that fits by simulation.
 
-    `recompute` none, selective or full holds for every stage; auto takes the first of them with which the system fits.
+    `recompute` none, selective or full holds for every stage; auto takes the first of them with which a plan fits. Mist
+    chooses the recomputed layers itself. Raises DoesNotFitError if nothing fits.
     """
     if name not in PLANNERS:
         raise OctoPipeError(f"{name[:40]!r} does not plan clusters; choose one of {', '.join(PLANNERS)}")
@@ -73,13 +77,14 @@ def _limits(name: str) -> str:
 
 
 def _best(planner: Planner, query: Query, pricer: MeshPricer, until: float) -> SystemPlan | None:
-    """The arrangement with the smallest objective over all micro-batch sizes that fits when it is simulated."""
+    """Return the arrangement with the smallest objective over all micro-batch sizes that fits by simulation; None if
+    there is none."""
     found: list[Arrangement] = []
     worth = math.inf
     for samples in query.sample_counts():
         if found and time.monotonic() > until:
             break
-        # A little worse is kept too: the best by formula may not fit by simulation.
+        # Slightly worse arrangements are kept too, because the best one by formula may not fit by simulation.
         arrangement = planner(query, pricer, samples, 0.0, NEAR * worth)
         if arrangement is not None:
             found.append(arrangement)

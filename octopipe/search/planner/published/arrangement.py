@@ -1,10 +1,10 @@
-"""Stages of unequal meshes as a plan with costs: what a whole-cluster system decided, simulated op by op.
+"""Stages on unequal meshes as a plan with costs: the decisions of a whole-cluster system, simulated op by op.
 
-Knows: how layers priced on different meshes make one cost table, and the row that is shown of it. Does not know:
-how stages were chosen (`alpa.py`, `dapple.py`, `metis.py`, `mist.py`).
+Knows: how the costs of layers on different meshes are combined into one cost table, and the results that are shown.
+Does not know: how stages were chosen (`alpa.py`, `dapple.py`, `metis.py`, `mist.py`).
 
-The table is stitched: every layer carries the prices of its own stage's mesh, so that it is exact for this partition
-and means nothing for another. One micro-batch is one sample group over all replicas of a stage.
+In the table, every layer has its costs on the mesh of its own stage. The table is therefore exact for this partition
+and not valid for any other. One micro-batch comprises the samples of all replicas of a stage.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
 
 COLUMNS = tuple(name for name in PER_LAYER if name != "gradient_bytes")
-"""Of the cost table; gradients are reduced inside a stage's mesh, whose time is with the optimizer's."""
+"""Columns of the cost table that are filled. Gradients are reduced inside a stage's mesh, and the exposed time of that
+is added to the optimizer's, so `gradient_bytes` stays zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The shares of the data of a stage's GPUs that are kept in host memory."""
+    """The shares of a stage's data that are kept in host memory."""
 
     optimizer: float = 0.0
     gradients: float = 0.0
@@ -54,7 +55,7 @@ class StageChoice:
     start: int
     """Number of its first GPU."""
     again: int = 0
-    """Number of its first layers that keep only their input."""
+    """Number of layers, counted from its first, that keep only their input and are recomputed."""
     offload: Offload = Offload()
 
     @property
@@ -174,7 +175,7 @@ def stitched(pricer: MeshPricer, arrangement: Arrangement) -> CostTable:
         here = slice(stage.first, stage.stop)
         for name, values in stage_columns(pricer.price(stage.mesh), stage).items():
             columns[name][here] = values
-    # A tensor that leaves a stage is cut as finely as the coarser of the two meshes holds it.
+    # A tensor between two stages counts with the larger of its sizes on the two meshes.
     pairs = {}
     for s, (a, b) in enumerate(pairwise(stages)):
         entering = pricer.price(b.mesh).boundary_bytes[a.stop - 1]
@@ -217,7 +218,8 @@ def link_between(devices: Devices, a: StageChoice, b: StageChoice) -> Link:
 
 
 def stage_columns(prices: LayerPrices, stage: StageChoice) -> dict[str, Floats]:
-    """The layers of a stage with its recomputation, its offloading and the exposed part of its reduction."""
+    """Return the cost columns of a stage's layers, including its recomputation, its offloading and the exposed part of
+    its gradient reduction."""
     here = slice(stage.first, stage.stop)
     out = {name: getattr(prices, name)[here].copy() for name in COLUMNS}
     for i in range(min(stage.again, stage.stop - stage.first)):
@@ -240,7 +242,7 @@ def stage_columns(prices: LayerPrices, stage: StageChoice) -> dict[str, Floats]:
     out["optimizer_ms"] = out["optimizer_ms"] + shown + late / max(layers, 1)
     out["static_bytes"] = np.maximum(out["static_bytes"] - moved.static_bytes, 0.0)
     kept_share = 1.0 - stage.offload.activations
-    # What comes back from the host is there whole while its layer runs.
+    # While a layer runs, everything that it has offloaded is on the device.
     back = moved.static_bytes + stage.offload.activations * out["activation_bytes"]
     out["workspace_bytes"] = out["workspace_bytes"] + back
     out["activation_bytes"] *= kept_share
@@ -250,19 +252,20 @@ def stage_columns(prices: LayerPrices, stage: StageChoice) -> dict[str, Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostTraffic:
-    """The bytes that offloading moves, per direction of the host's link."""
+    """The traffic of offloading on the busier direction of the link to the host, and the memory that it frees."""
 
     each_ms: float
     """Milliseconds per micro-batch."""
     once_ms: float
-    """Per step, beside the first micro-batch."""
+    """Milliseconds per step, which overlap with the first micro-batch."""
     static_bytes: Floats
-    """Per layer: no longer on the GPU."""
+    """[layer]: static bytes that are no longer on the GPU."""
 
 
 def host_traffic(prices: LayerPrices, here: slice, activation: Floats, offload: Offload) -> HostTraffic:
-    """Optimizer state is moved in both directions once per step, gradients and activations in both directions with
-    every micro-batch, and weights to the device twice per micro-batch, for F and for the backward."""
+    """Return the host traffic of a stage. Optimizer state is moved in both directions once per step, gradients and
+    activations in both directions with every micro-batch, and weights to the device twice per micro-batch, for F and
+    for the backward."""
     state = offload.optimizer * prices.held_state_bytes[here]
     gradient = offload.gradients * prices.held_gradient_bytes[here]
     weight = offload.weights * prices.held_weight_bytes[here]
@@ -277,25 +280,25 @@ def host_traffic(prices: LayerPrices, here: slice, activation: Floats, offload: 
 
 
 def overlapped(compute_ms: float, moved_ms: float) -> float:
-    """The time of two concurrent activities: the longer one, plus a share of the shorter one because they slow each
-    other down."""
+    """Return the time of concurrent computation and host traffic: the longer one, plus a share of the shorter one
+    because they slow each other down."""
     return max(compute_ms, moved_ms) + HIDDEN_COST * min(compute_ms, moved_ms)
 
 
 def hop_ms(pricer: MeshPricer, devices: Devices, a: StageChoice, b: StageChoice) -> float:
-    """The time of an activation from a to b and of its gradient back."""
+    """Return the time to transfer an activation from a to b and its gradient back."""
     nbytes = max(float(pricer.price(x.mesh).boundary_bytes[a.stop - 1]) for x in (a, b))
     return 2 * link_between(devices, a, b).transfer_ms(nbytes)
 
 
 def limit_excess(found: SystemPlan) -> float:
-    """The largest share by which a stage exceeds its limit."""
+    """Return the largest share by which a stage exceeds its memory limit."""
     return float(np.max(found.timeline.peak_bytes / np.array(found.timeline.capacity_bytes))) - 1.0
 
 
 def on_real_devices(arrangement: Arrangement) -> Arrangement:
-    """The arrangement on the GPUs that exist: systems designed for equal GPUs treat all of them as the slowest. In a
-    tensor-parallel group of several kinds, the slowest GPU determines the time."""
+    """Return the arrangement with the real GPU kinds, because systems designed for equal GPUs assume the slowest kind
+    everywhere. A tensor-parallel group of several kinds counts as its slowest GPU."""
     devices = arrangement.devices
     stages = []
     for stage in arrangement.stages:

@@ -61,7 +61,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPrices:
-    """The costs of one micro-batch per layer on the slowest and on the fullest GPU of a mesh: arrays over layers."""
+    """The costs of one micro-batch on a mesh, as arrays over layers: the maximum over its replicas."""
 
     forward_ms: Floats
     input_ms: Floats
@@ -74,11 +74,11 @@ class LayerPrices:
     workspace_bytes: Floats
     optimizer_ms: Floats
     reduction_ms: Floats
-    """Gradients reduced and weights gathered once a step, nothing overlapped."""
+    """Time to reduce gradients and gather weights once per step, without overlap."""
     held_weight_bytes: Floats
     held_gradient_bytes: Floats
     held_state_bytes: Floats
-    """Parts of the static bytes, which offloading can move to the host."""
+    """Weights, gradients and optimizer state: the parts of the static bytes that offloading can move to the host."""
     capacity_bytes: float
     host_ms_per_byte: float
 
@@ -120,7 +120,7 @@ class Devices:
         return _smallest(self.node_of)
 
     def grouped(self, order: tuple[str, ...]) -> Devices:
-        """The same GPUs, ordered by kind."""
+        """Return the same GPUs, sorted by kind in this order."""
         at = sorted(range(len(self.kinds)), key=lambda i: (order.index(self.kinds[i]), i))
         return Devices(kinds=tuple(self.kinds[i] for i in at), node_of=tuple(self.node_of[i] for i in at))
 
@@ -143,7 +143,7 @@ class MeshPricer:
         self._node_size = {name: node_gpus(base.nodes, name) for name, _, _ in base.nodes}
 
     def setup(self, mesh: Mesh, replica: int = 0) -> Setup:
-        """The set-up of one replica of a mesh, as if all replicas were equal to it."""
+        """Return the set-up of a mesh as if all replicas were equal to this one."""
         return replace(
             self.base,
             gpu=gpu(mesh.kinds[replica]),
@@ -167,7 +167,8 @@ class MeshPricer:
         return [tp for tp in tensor_sizes(self.spec, gpu(kind), node_size) if tp <= node_size]
 
     def expert_sizes(self, gpus: int) -> list[int]:
-        """Expert-parallel sizes: 1, and the largest that divides the GPUs and the experts."""
+        """Return the expert-parallel sizes to try: 1, and the largest power of two that divides the GPUs and the
+        experts."""
         if not self.experts:
             return [1]
         most = 1
@@ -217,7 +218,7 @@ class MeshPricer:
 
 
 def _held(weights: list[Weights], setup: Setup, pricing: Pricing) -> Floats:
-    """[layer, 3]: the bytes of weights, gradients and optimizer state that a GPU holds after ZeRO has divided them."""
+    """Return [layer, 3]: the bytes of weights, gradients and optimizer state on a GPU after sharding by ZeRO."""
     copies = shards_of(setup, pricing.cluster)
     rows = []
     for held in weights:

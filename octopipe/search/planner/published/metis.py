@@ -23,7 +23,7 @@ from octopipe.search.planner.published.query import Query
 from octopipe.search.planner.published.submeshes import Space, least
 
 MOST_TYPES = 3
-"""With more kinds of GPU only the orders from fast to slow and back are tried."""
+"""With more kinds of GPU, only the cluster's own order of the kinds and its reverse are tried."""
 
 
 def metis(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
@@ -48,7 +48,7 @@ def metis(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_
 
 
 def orders(devices: Devices) -> Iterator[Devices]:
-    """Every order of the GPU kinds along the pipeline; that of the cluster comes first."""
+    """Yield the GPUs in every order of their kinds along the pipeline, the cluster's own order first."""
     types = devices.types
     seen = [devices]
     yield devices
@@ -66,7 +66,7 @@ def orders(devices: Devices) -> Iterator[Devices]:
 def group_meshes(
     query: Query, pricer: MeshPricer, devices: Devices, samples: int, start: int, gpus: int
 ) -> Iterator[Mesh]:
-    """Ways of using a group of GPUs: equal GPUs share evenly, unequal ones by speed."""
+    """Yield the meshes of a group of GPUs: equal GPUs get equal shares of the samples, unequal ones shares by speed."""
     kinds = devices.kinds[start : start + gpus]
     zero = query.zero or 0
     for tp in query.tensor_sizes(pricer, gpus):
@@ -87,10 +87,9 @@ def group_meshes(
 
 
 def balanced(pricer: MeshPricer, mesh: Mesh, samples: int) -> tuple[int, ...] | None:
-    """Samples per replica that minimise the time of the slowest: the next sample goes to the replica that would finish
-    it first.
+    """Return the samples per replica that minimise the time of the slowest one; None if there is no division.
 
-    Replicas of one kind take equal shares, so a share is one number per kind.
+    Replicas of one kind take equal shares, so there is one number per kind; all combinations are tried.
     """
     counts = {kind: mesh.kinds.count(kind) for kind in dict.fromkeys(mesh.kinds)}
     times: dict[tuple[str, int], float] = {}
@@ -111,7 +110,8 @@ def balanced(pricer: MeshPricer, mesh: Mesh, samples: int) -> tuple[int, ...] | 
 
 
 def _shares(counts: tuple[int, ...], samples: int) -> Iterator[tuple[int, ...]]:
-    """Samples per replica of every kind, at least one each, that add up to `samples`."""
+    """Yield all samples per replica of every kind, at least one each, that add up to `samples`. `counts` are the
+    numbers of replicas of every kind."""
     if len(counts) == 1:
         if samples % counts[0] == 0 and samples >= counts[0]:
             yield (samples // counts[0],)

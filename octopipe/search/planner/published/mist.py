@@ -3,14 +3,14 @@
 Zhu et al., "Mist: Efficient Distributed Training of Large Language Models via Memory-Parallelism Co-Optimization",
 EuroSys 2025.
 Rule: stages of equal meshes; minimise (m-1) max_i t_i + sum_i t_i + max_i(d_i - sum_{j<i} t_j). t is the steady time of
-a micro-batch with what offloading moves beside the computation, d what the first and last one add (gradient reduction,
-optimizer, its state from the host). Every stage chooses tensor and data parallelism, the ZeRO level, how many layers it
-recomputes and which shares of optimizer state, gradients, weights and activations lie with the host; the number of
-stages and the micro-batch size are tried in turn.
-Simplified: offloaded shares climb a ladder of nine steps; a stage recomputes the fewest first layers that fit; ZeRO-0
-is left out where replicas exist (here ZeRO-1 costs no more). Instead of a MILP over sampled Pareto points: with t_max
-given, X = max_i(d_i + sum_{i<=j} t_j) grows by X' = t + max(X, d), so a programme over layers keeps one number.
-Recomputation is Mist's own choice: --recompute only says how layers that are not run again are kept.
+a micro-batch, including the offloading that overlaps with it; d is the time that the first and last one add (gradient
+reduction, optimizer, its state from the host). Every stage chooses tensor and data parallelism, the ZeRO level, how
+many layers it recomputes and which shares of optimizer state, gradients, weights and activations lie with the host; the
+number of stages and the micro-batch size are tried in turn. Simplified: offloaded shares climb a ladder of nine steps;
+a stage recomputes the fewest first layers that fit; ZeRO-0 is left out where replicas exist (here ZeRO-1 costs no
+more). Instead of a MILP over sampled Pareto points: with t_max given, X = max_i(d_i + sum_{i<=j} t_j) grows by X' = t +
+max(X, d), so a programme over layers keeps one number. Recomputation is Mist's own choice: --recompute only says how
+layers that are not run again are kept.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ LADDER = (
     Offload(optimizer=1.0, gradients=1.0, weights=1.0, activations=1.0),
 )
 MOST_SHARES = 1.5
-"""Even shares of the work that one stage takes at most, beside one run (the paper keeps to two layers more)."""
+"""Largest work of a stage in even shares, plus that of one run of layers (the paper allows two layers more)."""
 
 
 class Option(NamedTuple):
-    """One way to run a stage, for any run of layers: arrays [first, stop]."""
+    """One way to run a stage, with its costs for any run of layers: arrays [first, stop]."""
 
     mesh: Mesh
     offload: Offload
     steady_ms: Floats
     extra_ms: Floats
     again: Floats
-    """Layers recomputed; the stage does not fit where the steady time is infinite."""
+    """Number of recomputed layers. The steady time is infinite if the stage does not fit."""
 
 
 def mist(query: Query, pricer: MeshPricer, samples: int, reserve: float, worth_ms: float) -> Arrangement | None:
@@ -125,7 +125,7 @@ class _Pipeline:
         meshes = list(self.meshes())
         if not meshes:
             return None
-        # No way of dividing the work beats an even one of the fastest mesh.
+        # A bound: the work divided evenly, on the fastest mesh.
         work = min(float(self.pricer.price(mesh).layer_ms.sum()) for mesh in meshes)
         if (self.micro_batches - 1) * work / self.stages + work >= incumbent:
             return None
@@ -136,7 +136,8 @@ class _Pipeline:
         return self._programme(positions, incumbent)
 
     def _position(self, i: int, meshes: list[Mesh], sums: list[_Sums]) -> list[Option]:
-        """The options of stage i that fit for some run of layers, those with the least offloading first."""
+        """Return the options of stage i that fit for at least one run of layers, those with the least offloading
+        first."""
         held = min(self.stages - i, self.micro_batches)
         out = []
         for mesh, sum_ in zip(meshes, sums, strict=True):
@@ -146,11 +147,11 @@ class _Pipeline:
                     continue
                 out.append(option)
                 if np.isfinite(option.steady_ms).sum() == self._sensible(sum_).sum() and not option.again.any():
-                    break  # every run fits as it is: nothing is gained by moving more away
+                    break  # every run fits without recomputation, so offloading more gains nothing
         return out
 
     def _sensible(self, s: _Sums) -> np.ndarray:
-        """The runs of layers that may be a stage: none has more than a given multiple of an even share of the work."""
+        """Return which runs of layers may be a stage: their work is limited to a multiple of an even share."""
         work = s.sums(s.prices.layer_ms)
         longest = MOST_SHARES * work[0, -1] / self.stages + float(np.diag(work, 1).max())
         return np.triu(work <= longest, 1)
@@ -173,7 +174,7 @@ class _Pipeline:
         activation = s.sums(p.activation_bytes)
         room = p.capacity_bytes * (1.0 - self.reserve) - fixed
         upper = self._sensible(s)
-        # Counted from the stage's first layer, as many layers keep only their input as are needed to make the rest fit.
+        # Layers are recomputed from the first one of the stage on, as many as are needed to make the stage fit.
         saved = np.concatenate(([0.0], np.cumsum(p.activation_bytes - enters)))
         restored = s.largest(p.activation_bytes - enters)
         lacking = (held * stays * activation - room) / max(held * stays, 1e-9)
@@ -184,7 +185,7 @@ class _Pipeline:
         again = np.where(lacking <= 0, 0, np.maximum(count, 1))
         fits = upper & (room >= 0) & (again <= self.edges[None, :] - self.edges[:, None])
         if stays == 0:
-            fits = upper & (room >= activation)  # one micro-batch's is there while it runs
+            fits = upper & (room >= activation)  # the activations of the running micro-batch are on the device
             again = np.zeros_like(again)
         again = np.where(fits, again, 0)
         forward = np.concatenate(([0.0], np.cumsum(p.forward_ms)))
@@ -226,7 +227,7 @@ class _Pipeline:
         return best
 
     def _walk(self, steady: list[Floats], extra: list[Floats], t_max: float) -> list[Floats]:
-        """The value of X after every stage, for each run that is reached."""
+        """Return the smallest X after every stage, [runs placed], with all stages within t_max."""
         x = np.full(self.edges.size, np.inf)
         x[0] = 0.0
         out = [x]
@@ -243,7 +244,7 @@ class _Pipeline:
         table: list[Floats],
         t_max: float,
     ) -> list[tuple[int, int, int, StageChoice]]:
-        """For every stage that leads to the last X: (option, first run, stop run, choice)."""
+        """Trace the last X back and return for every stage (number of its option, first run, stop run, choice)."""
         out: list[tuple[int, int, int, StageChoice]] = []
         stop = self.edges.size - 1
         for i in range(self.stages - 1, -1, -1):
@@ -270,7 +271,7 @@ class _Pipeline:
 
 
 def mist_ms(times: list[tuple[float, float]], micro_batches: int) -> float:
-    """(m-1) max t + sum t + max_i(d_i - sum of t before) of stages (t, d)."""
+    """Return the objective of stages with the times (t, d): (m-1) max t + sum t + max_i(d_i - sum_{j<i} t_j)."""
     t = np.array([a for a, _ in times])
     d = np.array([b for _, b in times])
     return float((micro_batches - 1) * t.max() + t.sum() + (d - (np.cumsum(t) - t)).max())

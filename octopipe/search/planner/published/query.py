@@ -1,6 +1,6 @@
-"""What is asked of a whole-cluster system: a model, GPUs, a batch, and what the user has fixed.
+"""The input of a whole-cluster system: a model, GPUs, a batch, and the sizes that the user has fixed.
 
-Knows: the question in the form all four systems take it. Does not know: any of them.
+Knows: the input in the form that all four systems take. Does not know: any of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Query:
     devices: Devices
     global_batch: int
     recompute: str
-    """none, selective or full, on every stage; Mist decides it per stage where it is none."""
+    """none, selective or full, on every stage. Mist chooses per stage which layers it recomputes whole."""
     edges: tuple[int, ...]
-    """Of the runs of layers that stages are made of."""
+    """Bounds of the runs of layers from which stages are made: the first layer of every run, and the number of
+    layers."""
     fixed: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -43,8 +44,8 @@ class Query:
 
     @property
     def assumed(self) -> str:
-        """The GPU that systems designed for equal GPUs assume everywhere: the slowest one, which the others wait
-        for."""
+        """The GPU that systems designed for equal GPUs assume everywhere: the slowest one, because the others wait for
+        it."""
         return min(self.devices.types, key=lambda name: gpu(name).bf16_tflops * gpu(name).clock)
 
     def tensor_sizes(self, pricer: MeshPricer, gpus: int) -> list[int]:
@@ -52,7 +53,8 @@ class Query:
         return [tp for tp in sizes if gpus % tp == 0 and self.tp in (None, tp)]
 
     def sample_counts(self) -> list[int]:
-        """Samples of one micro-batch over all replicas: powers of two that divide the batch."""
+        """Return the numbers of samples per micro-batch (over all replicas) to try: powers of two that divide the
+        batch."""
         most = MOST_SAMPLES_PER_GPU * len(self.devices.kinds)
         found = [n for n in powers_of_two(most) if self.global_batch % n == 0]
         if not found:

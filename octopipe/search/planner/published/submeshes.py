@@ -1,10 +1,10 @@
 """Stages on submeshes of a cluster by dynamic programming, for every bound on the slowest stage.
 
-Knows: layers in runs, devices in units, and for each bound t_max the partition into stages and submeshes of least
-total time that uses every device. Does not know: what a system adds to that total, or which meshes it allows.
+Knows: layers in runs, devices in units, and for each bound t_max the partition into stages and submeshes with the
+smallest total time that uses every device. Does not know: what a system adds to that total, or which meshes it allows.
 
 F(s, k, d) = min over i > k and submeshes of n devices of t(k..i) + F(s-1, i, d-n), t <= t_max: the last s stages hold
-layers k and up on the last d devices. A stage is allowed where its s micro-batches in flight fit.
+layers k and up on the last d devices. A stage is allowed if its s micro-batches in flight fit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from octopipe.search.planner.published.arrangement import Arrangement, StageChoi
 from octopipe.search.planner.published.meshes import Devices, Floats, LayerPrices, Mesh, MeshPricer
 
 MOST_RUNS = 33
-"""Runs of layers a stage is made of; in models of more layers, neighbours of even work are joined first."""
+"""Maximum number of runs of layers; in larger models, neighbouring layers are joined to runs of about equal work."""
 MOST_UNITS = 64
 MOST_STAGES = 32
 GAP = 0.01
-"""Bounds t_max closer than this to one that was tried are passed over."""
+"""Bounds t_max that exceed the last one tried by less than this share are skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class RunCosts:
 
     stage_ms: Floats
     hop_ms: Floats
-    """Of the tensor that leaves the run, and of its gradient; 0 after the last."""
+    """Time to transfer the tensor that leaves the run, and its gradient back; 0 after the last run."""
     fixed_bytes: Floats
     activation_bytes: Floats
     capacity_bytes: float
@@ -49,7 +49,8 @@ def layer_runs(layer_ms: Floats, most: int = MOST_RUNS) -> list[int]:
 
 
 def run_costs(prices: LayerPrices, edges: Sequence[int], hop_ms_per_byte: float, reserve: float) -> RunCosts:
-    """`reserve`: a share of the memory kept free for buffers that wait longer than their own transfer."""
+    """Return the costs of all runs; `reserve` is a share of the memory kept free for buffers that are held longer than
+    their transfer takes."""
     at = np.asarray(edges)
 
     def sums(values: Floats) -> Floats:
@@ -83,9 +84,9 @@ class Space:
     edges: tuple[int, ...]
     micro_batches: int
     meshes: Callable[[int, int], Iterable[Mesh]]
-    """(first GPU, GPUs) -> ways of using them."""
+    """(first GPU, number of GPUs) -> meshes to consider."""
     with_hops: bool
-    """Transfers count as stages of their own."""
+    """Whether transfers count in the total as stages of their own."""
     reserve: float = 0.0
 
     @property
@@ -93,7 +94,7 @@ class Space:
         return len(self.devices.kinds) // self.unit
 
     def sizes(self) -> list[int]:
-        """The numbers of units of a submesh: powers of two within a node, then whole nodes."""
+        """Return the possible numbers of units of a submesh: powers of two within a node, then whole nodes."""
         node = max(1, self.devices.node_size // self.unit)
         inside = [n for n in (1 << i for i in range(10)) if n <= min(node, self.units)]
         nodes = self.units // node
@@ -102,7 +103,7 @@ class Space:
         return sorted({*inside, *whole, self.units})
 
     def key(self, start: int, size: int) -> Hashable:
-        """A key that is equal for submeshes of equal costs, which are those of equal kinds."""
+        """Return a key that is equal for submeshes with the same GPU kinds, and so the same costs."""
         a, b = start * self.unit, (start + size) * self.unit
         kinds = self.devices.kinds[a:b]
         return size, kinds if len(set(kinds)) > 1 else kinds[0]
@@ -136,8 +137,8 @@ class Programme:
         return out
 
     def _best(self, found: Sequence[tuple[Mesh, RunCosts]], s: int) -> tuple[Floats, Floats, Floats]:
-        """Cost, slowest part and mesh number [first, stop] of the s-th stage from the end: the mesh with the smallest
-        time among those that fit."""
+        """Return arrays [first, stop] for the s-th stage from the end, with the fastest mesh that fits: the time, the
+        larger of stage time and transfer time, and the number of the mesh."""
         shape = (self.runs + 1, self.runs + 1)
         cost, block, number = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape)
         held = min(s, self.space.micro_batches)
@@ -155,7 +156,7 @@ class Programme:
         return np.unique(values)
 
     def table(self, t_max: float) -> list[Floats]:
-        """F for each number of stages: [runs before it, units used]."""
+        """Return F for each number of stages: arrays [first run of the last stages, units that they use]."""
         k, units = self.runs, self.space.units
         empty = np.full((k + 1, units + 1), np.inf)
         empty[k, 0] = 0.0
@@ -175,7 +176,7 @@ class Programme:
         return out
 
     def _groups(self) -> Iterator[tuple[Hashable, np.ndarray]]:
-        """(submesh, units used after it is placed) for all places at which it has the same costs."""
+        """Yield (key of a submesh, units used with it, one entry per place at which it has these costs)."""
         where: dict[Hashable, list[int]] = {}
         for (start, _), key in self.key_at.items():
             where.setdefault(key, []).append(self.space.units - start)
@@ -183,7 +184,7 @@ class Programme:
             yield key, np.array(used)
 
     def stages_of(self, table: Sequence[Floats], s: int, t_max: float) -> list[StageChoice]:
-        """The partition that leads to F(s, 0, all)."""
+        """Return the partition whose total is F(s, 0, all devices)."""
         space, out = self.space, []
         k, used = 0, space.units
         while s > 0:
@@ -205,8 +206,9 @@ class Programme:
         return out
 
     def finalists(self, worth: Callable[[], float]) -> Iterator[list[StageChoice]]:
-        """The stages with the smallest total for growing t_max, from the smallest possible one, as long as (m-1) t_max
-        plus the smallest total of all is below the value that `worth` says is already known."""
+        """Yield the stages with the smallest total for increasing t_max, starting from the smallest feasible one, as
+        long as (m-1) t_max plus the smallest total of all is below the best objective found so far, which `worth`
+        returns."""
         values = self.bounds()
         if not values.size:
             return
