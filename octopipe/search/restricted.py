@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -185,9 +186,9 @@ def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
 
 
 def runs_on_megatron(plan: Plan) -> bool:
-    """Whether stage i is on rank i mod pp and every rank has the same number of stages, once empty stages are added.
-    If stages had to be added, the order must be Megatron's own as well; other orders of F and B are not checked."""
-    pp, m = plan.num_ranks, plan.num_micro_batches
+    """Whether stage i is on rank i mod pp, every rank has the same number of stages once empty stages are added, and
+    the order is that of Megatron's (interleaved) 1F1B."""
+    pp = plan.num_ranks
     if len(plan.routes) != 1 or any(s.recompute for s in plan.stages):
         return False
     if any(op.kind not in "FB" for order in plan.orders for op in order):
@@ -198,7 +199,20 @@ def runs_on_megatron(plan: Plan) -> bool:
         places.append(after + (stage.rank - after) % pp)
     if places[0] != 0 or (places[-1] + 1) % pp:
         return False  # embedding and head lie elsewhere than in the first and the last stage
-    number, chunks = {k: i for i, k in enumerate(places)}, (places[-1] + 1) // pp
-    own = (megatron_order(rank, pp, chunks, m, pp) for rank in range(pp))
-    expected = tuple(tuple(op._replace(stage=number[op.stage]) for op in order if op.stage in number) for order in own)
-    return plan.orders == expected or len(places) == places[-1] + 1
+    # Whole rounds of stages may be empty, anywhere behind the first stage.
+    empty = [(0, 0), *((k, rounds) for rounds in range(1, MOST_CHUNKS) for k in range(1, len(places)))]
+    return any(
+        _in_megatrons_order(plan, [place + rounds * pp * (i >= k) for i, place in enumerate(places)])
+        for k, rounds in empty
+        if rounds == 0 or places[-1] + rounds * pp < MOST_CHUNKS * pp
+    )
+
+
+def _in_megatrons_order(plan: Plan, places: Sequence[int]) -> bool:
+    """Whether Megatron runs the plan's orders if its stages have these numbers and all others are empty."""
+    number, pp = {place: k for k, place in enumerate(places)}, plan.num_ranks
+    own = (megatron_order(rank, pp, (places[-1] + 1) // pp, plan.num_micro_batches, pp) for rank in range(pp))
+    return all(
+        mine == tuple(op._replace(stage=number[op.stage]) for op in order if op.stage in number)
+        for mine, order in zip(plan.orders, own)
+    )

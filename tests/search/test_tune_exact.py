@@ -138,3 +138,13 @@ def test_recomputation_that_pays_is_found_and_an_optimum_names_its_class() -> No
     assert any(s.recompute for s in free.plan.stages) and not any(s.recompute for s in kept.plan.stages)
     assert kept.plans.words.endswith("recompute nothing") and free.plans.words.endswith("may recompute")
     assert simulate(free.plan, costs).fits
+
+
+def test_a_plan_that_must_recompute_everything_is_within_the_horizon() -> None:
+    """One op at a time, with all layers recomputed, takes longer than without."""
+    costs = CostTable.uniform(num_layers=4).replace(
+        activation_bytes=np.ones(4), stash_bytes=np.full(4, 0.5), boundary_bytes=np.full(4, 0.1),
+        rank_memory_bytes=(2.5,),
+    )  # fmt: skip
+    found = tune(costs, 1, 1, method="exact", recompute=True, budget_s=20.0)
+    assert found.step_ms > float(costs.layer_ms.sum()) and simulate(found.plan, costs).fits

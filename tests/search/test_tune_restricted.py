@@ -57,6 +57,13 @@ def test_empty_stages_are_left_out_of_a_plan_that_megatron_reads_back(sizes: tup
     assert runs_on_megatron(plan) == (len(held) == 4)
 
 
+@pytest.mark.parametrize("system", ["gpipe", "1f1b", "interleaved", "breadth-first"])
+def test_only_megatrons_own_orders_run_on_it(system: str) -> None:
+    costs = CostTable.uniform(num_layers=16)
+    own = system in ("1f1b", "interleaved")
+    assert runs_on_megatron(build_plan(system, costs, 4, 8, split_backward=False)) == own
+
+
 def test_megatron_never_gets_slower_than_its_start() -> None:
     costs = uneven(1, 16)
     start = tune(costs, 4, 8, iterations=1500, target="megatron").plan

@@ -98,10 +98,10 @@ def solve(
         start = _quick_plan(costs, num_ranks, num_micro_batches, budget_s, iterations, recompute)
     limit_s = budget_s if iterations is None else math.inf
     given = simulate(start, costs) if start is not None else None
-    unit_ms = _serial_ms(costs, num_ranks, num_micro_batches) / RESOLUTION
+    decides = recompute and any(math.isfinite(costs.capacity_bytes(r)) for r in range(num_ranks))
+    unit_ms = _serial_ms(costs, num_ranks, num_micro_batches, again=decides) / RESOLUTION
     reached, bound_ms, stopped = "", 0.0, False
     try:
-        decides = recompute and any(math.isfinite(costs.capacity_bytes(r)) for r in range(num_ranks))
         stated = state_problem(cp, costs, num_ranks, num_micro_batches, unit_ms, began + limit_s, decides)
         size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
         # Handing a model to the solver takes a share of the time that stating it took, and no limit stops that.
@@ -198,10 +198,12 @@ def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, sto
     return Solved(found, bound_ms, ms <= bound_ms * (1 + TOLERANCE))
 
 
-def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """Return the time of a step that runs one op at a time, the horizon of the problem. R ops are not included."""
+def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, *, again: bool) -> float:
+    """Return the time of a step that runs one op at a time, the horizon of the problem. `again`: with all layers
+    recomputed."""
     slow = max(costs.slowdown(r) for r in range(num_ranks))
-    work = sum(float((costs.layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
+    layer_ms = costs.layer_ms + costs.forward_ms if again else costs.layer_ms
+    work = sum(float((layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
     hops = [
         costs.network.transfer_ms(a, b, float(costs.boundary_bytes.max()))
         for a in range(num_ranks)

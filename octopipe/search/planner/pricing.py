@@ -301,7 +301,9 @@ class Pricer:
         exchange, if the runtime has it, it fits and it is faster."""
         plain = self._simulated(split, recompute)
         hides = "interleaved-overlap" in self.overlaps and split.vp > 1 and split.ep > 1 and recompute != "full"
-        hidden = self.scheduled(split, "interleaved-overlap", chunks=split.vp) if hides else None
+        hidden = None
+        if hides:
+            hidden = self.scheduled(split, "interleaved-overlap", recompute=recompute, chunks=split.vp)
         return hidden if hidden is not None and (hidden.step_ms < plain.step_ms or not plain.fits) else plain
 
     def _simulated(self, split: Split, recompute: str) -> Candidate:
@@ -358,20 +360,24 @@ class Pricer:
         found = self.of_plan(even.split, along_graph(with_cuts(plan, cuts), costs.graph), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
-    def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
-        """Return the split under a published schedule; None if the schedule does not apply or does not fit. Without R
-        ops, selective recomputation is tried if the schedule does not fit without recomputation."""
+    def scheduled(self, split: Split, system: str, *, recompute: str = "auto", **options: Any) -> Candidate | None:
+        """Return the split under a published schedule; None if the schedule does not apply or does not fit. With
+        `recompute` "auto" and without R ops, selective recomputation is tried if it does not fit without any."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        try:
-            costs = self.costs(split)
-            plan = build_plan(system, costs, split.pp, m, **options)
+        recompute = "none" if self.base.offload_layers is not None else recompute
+        modes = ("none", "selective") if recompute == "auto" else (recompute,)
+        for mode in ("none",) if self.recompute_ops else modes:
+            costs = self.costs(split, mode)
+            try:
+                plan = build_plan(system, costs, split.pp, m, **options)
+            except (NotApplicableError, DoesNotFitError):
+                return None
+            if self.recompute_ops and recompute == "full":
+                plan = recomputing(plan)
             found = self.of_plan(split, plan, costs, system)
-            if not found.fits and not self.recompute_ops:
-                costs = self.costs(split, "selective")
-                found = self.of_plan(split, build_plan(system, costs, split.pp, m, **options), costs, system)
-        except (NotApplicableError, DoesNotFitError):
-            return None
-        return found if found.fits else None
+            if found.fits:
+                return found
+        return None
 
     def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
         timeline = simulate(plan, costs, check=False)

@@ -233,7 +233,9 @@ class _Run:
 
     def _scheduled(self, begun: Candidate) -> None:
         self.scheduled.add(begun.split)
-        self.simulated += schedules(self.pricer, begun, self.budget, pairs=self.runtime.runs_pairs)
+        self.simulated += schedules(
+            self.pricer, begun, self.budget, recompute=self.recompute, pairs=self.runtime.runs_pairs
+        )
 
     def improve(self) -> None:
         """Tune the most promising splits, then simulate others that may be nearly as fast as the best, as long as there
@@ -433,7 +435,7 @@ def _today(
     if split.vp == 2 and pricer.global_batch // (dp * split.micro_batch_size) % split.pp:
         # Interleaved 1F1B cannot run this; the two stages per rank are taken for those of a V-shaped schedule.
         one = replace(split, vp=1)
-        found = [c for name in ("dualpipev", "zb-v") if (c := pricer.scheduled(one, name)) is not None]
+        found = [c for name in ("dualpipev", "zb-v") if (c := pricer.scheduled(one, name, recompute=recompute))]
         if found:
             return min(found, key=lambda c: c.step_ms)
     return pricer.simulated(split, recompute)

@@ -26,7 +26,9 @@ LEAST_S = 0.5
 """A search is not started if less time than this is left."""
 
 
-def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool = True) -> list[Candidate]:
+def schedules(
+    pricer: Pricer, begun: Candidate, budget: Budget, *, recompute: str = "auto", pairs: bool = True
+) -> list[Candidate]:
     """Return the split under zero-bubble schedules and, if experts exchange tokens and pairs are allowed, under
     DualPipeV, which hides the exchange. These are what a tuned order has to beat, and the fallback if tuning finds
     nothing."""
@@ -35,7 +37,7 @@ def schedules(pricer: Pricer, begun: Candidate, budget: Budget, *, pairs: bool =
     for system in ("zb-v", "zb-h1", *(["dualpipev"] if exchanges else [])):
         # Split backwards have twice as many ops, and up to two recomputation modes are simulated.
         if budget.left(ops) > budget.simulating_s(4 * ops) and not budget.stop():
-            found = pricer.scheduled(begun.split, system)
+            found = pricer.scheduled(begun.split, system, recompute=recompute)
             out += [found] if found is not None else []
     return out
 
