@@ -263,7 +263,7 @@ def stops_at_once(seat: launch.Seat, _: Any) -> None:
 
 
 def test_a_run_of_which_every_rank_is_stopped_is_given_up() -> None:
-    with pytest.raises(launch.RankError, match=r"^rank \d is stopped \(SIGSTOP\) for 2 s: resume it with SIGCONT"):
+    with pytest.raises(launch.RankError, match=r"^rank \d is stopped \(SIGSTOP\) for 4 s: resume it with SIGCONT"):
         launch.run_ranks(stops_at_once, 2, hang_s=2.0, grace_s=2.0)
 
 
