@@ -107,6 +107,8 @@ def test_times_of_another_model_or_device_are_refused() -> None:
         check_model(profile(), spec(32), "p.json", "cpu")
     with pytest.raises(OctoPipeError, match="measured with --device cpu, and this run has --device cuda"):
         check_model(profile(), spec(), "p.json", "cuda")
+    with pytest.raises(OctoPipeError, match="measured on transformers' layers, and this run has octopipe's own layers"):
+        check_model(profile(model_code="transformers' layers"), spec(), "p.json", "cpu")
     fewer = Profile(costs=CostTable.uniform(num_layers=3))
     with pytest.raises(OctoPipeError, match=r"p\.json has 3 layers, tiny has 4"):
         check_model(fewer, spec(), "p.json", "cpu")

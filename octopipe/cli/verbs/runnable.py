@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
     from octopipe.models.spec import ModelSpec
 
+OWN_LAYERS = "octopipe's own layers"
+"""What `told` says of them."""
+
 
 def model_of(
     name: str,
@@ -222,7 +225,7 @@ def told(model: ModelSpec | HfModel) -> str:
     """Return words on whose implementation of the layers runs."""
     from octopipe.models.spec import ModelSpec
 
-    return "octopipe's own layers" if isinstance(model, ModelSpec) else model.told()
+    return OWN_LAYERS if isinstance(model, ModelSpec) else model.told()
 
 
 @contextmanager

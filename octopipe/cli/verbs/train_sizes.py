@@ -10,6 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli.verbs.runnable import OWN_LAYERS, told
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
@@ -83,6 +84,9 @@ def check_model(profile: Profile, spec: Any, where: str, device: str) -> None:
                     f"{where} was measured on another model: layer {layer} has {theirs:,} parameters there and "
                     f"{ours:,} in {spec.name}; profile this model"
                 )
+    code, mine = profile.about.get("model_code"), told(spec)
+    if isinstance(code, str) and (code == OWN_LAYERS) != (mine == OWN_LAYERS):
+        raise OctoPipeError(f"{where} was measured on {code}, and this run has {mine}; profile these layers")
     recipe = profile.about.get("recipe")
     measured_on = recipe.get("device") if isinstance(recipe, dict) else None
     if measured_on in ("cpu", "cuda") and measured_on != device:
