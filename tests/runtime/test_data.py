@@ -213,7 +213,7 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path, tokenizer: Path) -> None
 def test_without_a_folder_of_ones_own_no_tokens_are_kept_where_others_write(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octopipe.runtime.training.data.kept.cache_folder", lambda: None)
+    monkeypatch.setattr("octopipe.runtime.training.data.token_cache.cache_folder", lambda: None)
     path = jsonl(tmp_path / "t.jsonl", {"text": words(1)})
     with pytest.raises(OctoPipeError, match="belongs to this user alone; set OCTOPIPE_CACHE_DIR"):
         read(str(path), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octopipe.costs.cluster.fields import Asked, Kind
+    from octopipe.costs.cluster.fields import Kind, SetupField
 
 
 def of_kind(kind: Kind) -> Callable[[str], Any]:
@@ -96,7 +96,7 @@ def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
     parser.add_argument(*(flag_of(n) for n in names if n != "distributed_optimizer"), **more)
 
 
-def destination(name: str, how: Asked) -> str:
+def destination(name: str, how: SetupField) -> str:
     """Return the attribute in which argparse stores a field's flag."""
     return how.flag or name
 
@@ -119,7 +119,7 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, destination(name, how), None)
         if value is not None:
             # A file may be gone when the plan's costs are computed again, so its content is stored.
-            out[name] = how.kind.told(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
+            out[name] = how.kind.as_json(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
     return out
 
 

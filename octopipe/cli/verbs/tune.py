@@ -27,7 +27,7 @@ from octopipe.cli.verbs.common import (
     whole_number,
 )
 from octopipe.cli.verbs.numbers import contended
-from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
+from octopipe.cli.verbs.tune_result import TuneOutput, gap_words, print_result, rivals, setup_of, summary
 
 if TYPE_CHECKING:
     from octopipe.search.tuner import Progress, TuneResult
@@ -198,23 +198,23 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         save_plan(plan, args.output)
     timeline = simulate(plan, costs)
-    told = Told(
+    output = TuneOutput(
         result=result,
         timeline=timeline,
         setup=setup_of(costs, args.pp, micro_batches_from(args)),
         rate=costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
         model=args.model if resolve_spec(args.model) is not None else None,
         rivals=rivals(costs, args.pp, micro_batches_from(args), result),
-        output=args.output,
+        plan_file=args.output,
         target=args.target,
         contended=contended(plan, costs, args.model),
         predicts="P" in costs.symbols and costs.graph is None,
         forks=costs.graph is not None,
     )
     if args.json:
-        print_json(summary(told))
+        print_json(summary(output))
     else:
-        tell(told, console())
+        print_result(output, console())
     return stop.exit_code(0)
 
 

@@ -112,11 +112,11 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         import torch
         import torch.distributed as dist
 
-        from octopipe.runtime.wire.telling import moment, told
+        from octopipe.runtime.wire.telling import moment, naming_lost_peers
 
         torch.set_num_threads(start.threads)
         patience = timedelta(seconds=start.group_timeout_s)
-        with moment("while ranks met"), told(start.group_timeout_s):
+        with moment("while ranks met"), naming_lost_peers(start.group_timeout_s):
             store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
             dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
             all_here(store, start.size)

@@ -14,9 +14,9 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data.corpus import Corpus
-from octopipe.runtime.training.data.kept import Document, Tell, kept_corpus
 from octopipe.runtime.training.data.records import PAIR, documents_of, fields_of, notes_of, texts_of
 from octopipe.runtime.training.data.source import IGNORED
+from octopipe.runtime.training.data.token_cache import Document, Tell, kept_corpus
 from octopipe.runtime.training.data.tokenizer import INSTALL, Tokenizer
 
 ROWS = 1000
