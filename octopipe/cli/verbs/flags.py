@@ -73,14 +73,16 @@ def flag_of(name: str) -> str:
 # -- the set-up -------------------------------------------------------------------------------------------------------
 
 
-def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
-    """Add the flag of one field. `says_default`: whether its help states the value used if the flag is not given."""
+def add_field(parser: Any, name: str, *, says_default: bool = True, default: str | None = None) -> None:
+    """Add the flag of one field. `says_default`: whether its help states the value used if the flag is not given.
+    `default`: that value, for a verb whose default is not the field's own."""
     from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
 
     how = flag_fields()[name]
     assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
-    words = how.words + (f" (default: {how.unless_given})" if says_default and how.unless_given else "")
+    value = default or how.unless_given
+    words = how.words + (f" (default: {value})" if says_default and value else "")
     more: dict[str, Any] = {"dest": destination(name, how), "help": words.replace("%", "%%"), "default": None}
     if isinstance(how.kind, YesNo):
         more["action"] = argparse.BooleanOptionalAction
@@ -101,13 +103,16 @@ def destination(name: str, how: SetupField) -> str:
     return how.flag or name
 
 
-def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
-    """Add the flags of all fields in the named parts of the set-up, or in all parts."""
+def add_fields(
+    parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True, **defaults: str
+) -> None:
+    """Add the flags of all fields in the named parts of the set-up, or in all parts. `defaults`: by field, what a verb
+    does if the flag is not given, where that is not the field's own default."""
     from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
         if name not in without:
-            add_field(parser, name, says_default=says_default)
+            add_field(parser, name, says_default=says_default, default=defaults.get(name))
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,22 +175,23 @@ def add_length_arguments(parser: Any) -> None:
         how.add_argument(f"--{name}", dest="batching", action="store_const", const=name, help=words)
 
 
-def add_training_arguments(parser: Any) -> None:
-    """Add the flags for optimizer state, precision and activations."""
-    add_fields(parser, "training")
+def add_training_arguments(parser: Any, **defaults: str) -> None:
+    """Add the flags for optimizer state, precision and activations. `defaults`: see `add_fields`."""
+    add_fields(parser, "training", **defaults)
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
+def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True, **defaults: str) -> None:
     """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so it is not required.
 
-    `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden.
+    `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden. `defaults`:
+    see `add_fields`.
     """
     group = parser.add_argument_group("set-up")
     add_fields(group, "size")
     add_hardware_arguments(group)
     add_batch_arguments(group)
     add_length_arguments(group)
-    add_training_arguments(group)
+    add_training_arguments(group, **defaults)
     add_fields(group, "ranks")
     words = "split the backward into I and W (default: as the system was published)"
     parser.add_argument(

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in (*flag_fields("size"), "micro_batch_size"):
         add_field(group, name, says_default=False)
     group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
-    add_training_arguments(group)
+    add_training_arguments(parser.add_argument_group("training"), zero="searched", recompute="auto")
     group = parser.add_argument_group("the search")
     group.add_argument(
         "--for",

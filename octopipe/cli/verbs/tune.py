@@ -60,7 +60,7 @@ def phase_list(text: str) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    add_setting_arguments(parser, split_backward=False)
+    add_setting_arguments(parser, split_backward=False, recompute="searched, stage by stage")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--budget",

@@ -193,11 +193,11 @@ def _suppressed(finalize: Callable[[int], None]) -> None:
 
 
 def described(error: BaseException) -> str:
-    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACE=1 adds the
-    traceback."""
+    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACEBACK=1
+    (or its former name OCTOPIPE_TRACE) prints the traceback."""
     from octopipe.runtime.wire.telling import peer_words
 
-    if os.environ.get("OCTOPIPE_TRACE"):
+    if any(os.environ.get(name, "") not in ("", "0") for name in ("OCTOPIPE_TRACEBACK", "OCTOPIPE_TRACE")):
         traceback.print_exception(error)
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, OctoPipeError):
