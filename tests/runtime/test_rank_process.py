@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from octopipe.base.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime.ranks.rank_process import described  # noqa: E402
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.rank_process import described
 
 
 @pytest.mark.parametrize(
