@@ -295,7 +295,10 @@ def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     Raise an error if paths fork or join.
     """
     if plan.edges:
-        raise OctoPipeError("this plan's paths fork or join; the requested operation supports chains of stages only")
+        raise OctoPipeError(
+            "this plan's paths fork or join, and this operation supports chains of stages only; use a plan made "
+            "without --mtp and --cut-head"
+        )
     before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
     return np.ascontiguousarray(before[:, :, 0]), np.ascontiguousarray(after[:, :, 0])
 

@@ -228,7 +228,8 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
         return
     if program.plan.pairs:
         raise OctoPipeError(
-            "the plan has both pairs and stages that offload; the executor supports only one of the two"
+            "the plan has both pairs and stages that offload, and the executor supports one of the two; remove the "
+            '"offload" marks, or write the pairs as single ops'
         )
     t = program.plan.table()
     base = int(t.offsets[rank])

@@ -298,11 +298,12 @@ class Setup:
         if self.offload_layers is not None and (self.pp > 1 or self.recompute not in ("none", "auto")):
             raise OctoPipeError(
                 "offload_layers is for one pipeline rank without recomputation, as Megatron-LM's "
-                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}"
+                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}: leave it out"
             )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
-                f"cp {self.cp} needs a sequence length divisible by 2 x cp (two slices per GPU); it is {self.seq}"
+                f"cp {self.cp} needs a seq divisible by 2 x cp (two slices per GPU), and it is {self.seq}; change one "
+                "of them"
             )
         if self.gpu is not None and self.gpu_memory_gib <= self.reserved_gib and not self.memory_gib:
             raise OctoPipeError(
@@ -379,7 +380,10 @@ class Setup:
         if len(self.imbalance) < 2:
             return self.imbalance[0] if self.imbalance and self.ep > 1 else 1.0
         if len(self.imbalance) != experts:
-            raise OctoPipeError(f"imbalance has the tokens of {len(self.imbalance)} experts; a layer has {experts}")
+            raise OctoPipeError(
+                f"imbalance has the tokens of {len(self.imbalance)} experts, and a layer has {experts}; give one "
+                "number per expert"
+            )
         return busiest_rank(self.imbalance, self.ep)
 
     @property

@@ -218,7 +218,7 @@ def _what_may_be(
     unlike = costs.not_repeatable()
     if start is not None and any(k in stage.recomputed_layers for k in unlike for stage in start.stages):
         raise OctoPipeError(
-            f"the plan to start from recomputes layer {unlike[0]}, which did something else when it was run a second "
+            f"the plan to start from recomputes layer {unlike[0]}, which gave another result when it ran a second "
             "time in the profile; start from a plan that does not"
         )
     if recompute and unlike:
@@ -226,7 +226,7 @@ def _what_may_be(
         recompute = method == "best" and len(unlike) < costs.num_layers
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
         what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
-        notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
+        notes.append(f"{what} is recomputed: {which} gave another result when it ran a second time in the profile")
     return recompute, copies, notes
 
 

@@ -89,7 +89,10 @@ def _ready(rows: Any, fields: tuple[str, ...], where: str) -> Iterator[Document]
         if not isinstance(labels, list) or len(labels) != len(ids):
             raise OctoPipeError(f"{where} row {number}: labels are not as many as input_ids; give one label per token")
         if any(label not in (i, IGNORED) for i, label in zip(ids, labels)):
-            raise OctoPipeError(f"{where} row {number}: a label is neither {IGNORED} nor the token at its place")
+            raise OctoPipeError(
+                f"{where} row {number}: a label is neither {IGNORED} nor the token at its place; do not shift labels, "
+                "training does that"
+            )
         yield Document(ids, [label != IGNORED for label in labels])
 
 
