@@ -120,7 +120,9 @@ def simulate(
     """Predict the timeline of a plan, a program, a plan file, or a system by name.
 
     A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
-    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`.
+    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`. `channel`: which
+    sends and receives share an in-order queue ("directed", "pair", "single" or "blocking"). `label` names the timeline
+    in reports. `check=False` skips the validation of a plan that has been checked.
     """
     from octopipe.simulation.simulator import simulate as run
 
@@ -175,9 +177,16 @@ def tune(
 ) -> TuneResult:
     """Search for the fastest plan for a model within `budget_s` seconds; the result always fits in memory.
 
-    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") fixes that decision instead of
-    searching it. The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of
-    `budget_s`.
+    The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of `budget_s`.
+
+    `method`: "best" (the default search), "octopipe" (the paper's Algorithm 1; `phases` selects its phases), "random"
+    (its moves in random order) or "exact" (CP-SAT, for small cases). `target`: search only plans that this runtime can
+    run. `start`: a plan or a plan file to start from. `copies`: whether a layer may be on more than one rank (default:
+    if the costs include weights). `cut_head`: also split the head by vocabulary. `offload`: also move activations to
+    host memory. `recompute="none"` (or "full", "selective") fixes that decision instead of searching it. `robust`:
+    select by the mean step time over jittered layer times. `workers`: number of threads (default: all cores).
+    `iterations`: moves per thread instead of a budget, so that the result is the same on every machine. `progress` is
+    called with the state of the search; if it returns True, the search ends with its best plan.
     """
     from octopipe.search.tuner import tune as search
 
@@ -233,7 +242,9 @@ def compare(
     """Simulate every published system (or those in `systems`) on one model; results are best first, each with its plan.
 
     `systems` is a list, or a string like "1f1b,zb-h1"; `names` is its former name. `recompute="auto"` recomputes as
-    many layers as each system needs to fit.
+    many layers as each system needs to fit. `options`: by system, its own options (`octopipe systems`).
+    `split_backward=True` splits B into I and W everywhere. `processes`: number of processes (default: by the number of
+    cores). `progress(system, done, all)` is called after each system.
     """
     from octopipe.search.comparison import compare as run
 
