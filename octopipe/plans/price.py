@@ -28,7 +28,7 @@ Priced = TypeVar("Priced", Array, tuple[Array, Array], "StageMemory")
 class StageMemory(NamedTuple):
     """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
 
-    kept: Array
+    after_forward: Array
     """Held from F on if the stage recomputes or offloads; otherwise equal to `activation`."""
     activation: Array
     """Held from F (or R) until I."""
@@ -231,7 +231,7 @@ def _inputs(layers: Collection[int], costs: CostTable) -> list[int]:
 def offload_bytes(plan: Plan, costs: CostTable) -> Array:
     """Return the bytes that each stage moves to host memory, and back, per micro-batch; zero if it does not offload."""
     memory = stage_memory(plan, costs)
-    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.kept, 0.0)
+    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.after_forward, 0.0)
 
 
 def static_bytes(plan: Plan, costs: CostTable) -> Array:

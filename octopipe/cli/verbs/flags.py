@@ -7,11 +7,15 @@ Knows: argparse, and how a field of `Setup` becomes a flag. Does not know: which
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octopipe.costs.cluster.fields import Kind, SetupField
+
+OWN_DEFAULTS: Mapping[str, str] = MappingProxyType({})
+"""Of a verb whose flags all have the defaults of their fields."""
 
 
 def of_kind(kind: Kind) -> Callable[[str], Any]:
@@ -104,7 +108,11 @@ def destination(name: str, how: SetupField) -> str:
 
 
 def add_fields(
-    parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True, **defaults: str
+    parser: Any,
+    *parts: Any,
+    without: tuple[str, ...] = (),
+    says_default: bool = True,
+    defaults: Mapping[str, str] = OWN_DEFAULTS,
 ) -> None:
     """Add the flags of all fields in the named parts of the set-up, or in all parts. `defaults`: by field, what a verb
     does if the flag is not given, where that is not the field's own default."""
@@ -175,12 +183,14 @@ def add_length_arguments(parser: Any) -> None:
         how.add_argument(f"--{name}", dest="batching", action="store_const", const=name, help=words)
 
 
-def add_training_arguments(parser: Any, **defaults: str) -> None:
+def add_training_arguments(parser: Any, defaults: Mapping[str, str] = OWN_DEFAULTS) -> None:
     """Add the flags for optimizer state, precision and activations. `defaults`: see `add_fields`."""
-    add_fields(parser, "training", **defaults)
+    add_fields(parser, "training", defaults=defaults)
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True, **defaults: str) -> None:
+def add_setting_arguments(
+    parser: argparse.ArgumentParser, *, split_backward: bool = True, defaults: Mapping[str, str] = OWN_DEFAULTS
+) -> None:
     """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so it is not required.
 
     `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden. `defaults`:
@@ -191,7 +201,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bo
     add_hardware_arguments(group)
     add_batch_arguments(group)
     add_length_arguments(group)
-    add_training_arguments(group, **defaults)
+    add_training_arguments(group, defaults)
     add_fields(group, "ranks")
     words = "split the backward into I and W (default: as the system was published)"
     parser.add_argument(

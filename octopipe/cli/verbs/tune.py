@@ -60,7 +60,7 @@ def phase_list(text: str) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    add_setting_arguments(parser, split_backward=False, recompute="searched, stage by stage")
+    add_setting_arguments(parser, split_backward=False, defaults={"recompute": "searched, stage by stage"})
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--budget",
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         def show(p: Progress) -> bool:
             if status is not None and math.isfinite(p.best_ms):
                 status.update(progress_line(p))
-            return stop.asked
+            return stop.requested
 
         def search(target: str, budget_s: float) -> TuneResult:
             return tune(
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
 
         restricted = args.target != "octopipe"
         result = search(args.target, args.budget * (RESTRICTED_SHARE if restricted else 1.0))
-        if restricted and not stop.asked:
+        if restricted and not stop.requested:
             free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
             result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
     # Save the plan first, so that it is on disk even if showing it fails.

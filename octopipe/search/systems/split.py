@@ -197,7 +197,7 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
 def _activations(plan: Plan, costs: CostTable) -> tuple[Floats, Floats, Floats, bool]:
     memory = stage_memory(plan, costs)
     if memory.activation.any():
-        return memory.activation, memory.kept, memory.stash, True
+        return memory.activation, memory.after_forward, memory.stash, True
     units = np.array([[float(s.num_layers)] for s in plan.stages]) * np.ones((1, plan.num_micro_batches))
     kept = units - np.array([[float(len(s.recomputed_layers))] for s in plan.stages])
     return units, kept, units, False
