@@ -202,7 +202,7 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     stage = Stage(made[1:], first_layer=1)
     ops, cell = GraphedOps({0: StageChain([(stage, False)])}, None, device), Cell(0, 0, False, False, False)
     # As in the middle of a pipeline: the input is a message of a known form, the gradient comes from another rank.
-    cell.asked, cell.gradient_slot = SimpleNamespace(wanted=[True]), SimpleNamespace()  # type: ignore[assignment]
+    cell.input_message, cell.gradient_slot = SimpleNamespace(wanted=[True]), SimpleNamespace()  # type: ignore[assignment]
     slope = torch.full_like(leaf if isinstance(leaf, torch.Tensor) else leaf[0], 1e-3)
     host: dict[str, list[float]] = {"F": [], "I": [], "W": []}
     queued: dict[str, list[float]] = {"F": [], "I": [], "W": []}
@@ -216,7 +216,7 @@ def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
                 torch.cuda.synchronize()
             began = time.perf_counter()
             if kind == "F":
-                cell.runs, _, _ = ops.forward(cell, value, cell.asked.wanted, None, None, None)
+                cell.runs, _, _ = ops.forward(cell, value, cell.input_message.wanted, None, None, None)
             elif kind == "I":
                 ops.backward(cell, [slope], fused=False)
             else:

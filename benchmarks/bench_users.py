@@ -1,4 +1,4 @@
-"""What users bring, on one GPU that several ranks share: `python benchmarks/bench_users.py --setups hf-dense,gpt-oss`.
+"""Eight set-ups on one GPU that several ranks share: `python benchmarks/bench_users.py --setups hf-dense,gpt-oss`.
 
 For every set-up of `user_setups.py`, in the same processes under MPS: a profile in the mode that training runs in,
 then tuning by running (`octopipe tune --measure`; on Megatron-Core's chunks `octopipe.megatron.profile` and

@@ -1,4 +1,4 @@
-"""The set-ups of `bench_users.py`: eight kinds of models that users bring, at sizes that one GPU runs in seconds.
+"""The set-ups of `bench_users.py`: eight kinds of models, at sizes that one GPU runs in seconds.
 
 Knows: names, models, tokens, micro-batches. Does not know: how anything is measured.
 

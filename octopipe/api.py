@@ -57,7 +57,7 @@ def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
     differ from the defaults of `Setup`.
     """
 
-    def shown(function: _Function) -> _Function:
+    def with_signature(function: _Function) -> _Function:
         own = inspect.signature(function)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         default = {f.name: f.default for f in fields(Setup)} | defaults
@@ -73,7 +73,7 @@ def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
         function.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
         return function
 
-    return shown
+    return with_signature
 
 
 @_spelled_out()
@@ -97,9 +97,9 @@ def build_plan(
     from octopipe.search.systems.registry import build_plan as build
 
     count = _micro_batches(num_ranks, num_micro_batches)
-    costs, known = _costs(model, num_ranks, count, setup)
+    costs, made_for = _costs(model, num_ranks, count, setup)
     own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
-    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **own), known)
+    return _storing(build(system, costs, num_ranks, count, split_backward=split_backward, **own), made_for)
 
 
 @_spelled_out()
@@ -120,36 +120,38 @@ def simulate(
     """Predict the timeline of a plan, a program, a plan file, or a system by name.
 
     A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
-    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`.
+    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`. `channel`: which
+    sends and receives share an in-order queue ("directed", "pair", "single" or "blocking"). `label` names the timeline
+    in reports. `check=False` skips the validation of a plan that has been checked.
     """
     from octopipe.simulation.simulator import simulate as run
 
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
-        costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
+        costs, made_for = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
         own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
         built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
-        return _of(run(built, costs, channel=channel, label=label, check=check), named)
+        return _with_setting(run(built, costs, channel=channel, label=label, check=check), made_for)
     if split_backward is not None or options or chunks is not None:
         raise OctoPipeError(
             "a plan already contains these decisions; leave split_backward, chunks and options out, or name a system"
         )
-    given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
-    if not isinstance(given, Plan | Program):
-        raise OctoPipeError(f"plan is a {type(given).__name__}; give a system's name, a plan file or a Plan")
-    inner = given.plan if isinstance(given, Program) else given
-    for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
-        if asked is not None and asked != getattr(inner, name):
-            raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {asked}; leave it out")
+    loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(loaded, Plan | Program):
+        raise OctoPipeError(f"plan is a {type(loaded).__name__}; give a system's name, a plan file or a Plan")
+    inner = loaded.plan if isinstance(loaded, Program) else loaded
+    for name, number in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
+        if number is not None and number != getattr(inner, name):
+            raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {number}; leave it out")
     if model is None and setup:
         raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
-    known: Mapping[str, Any] = inner.extra
+    stored: Mapping[str, Any] = inner.extra
     if model is None:
         costs = costs_of_plan(inner, naming="model=")
     else:
-        costs, known = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
-    return _of(run(given, costs, channel=channel, label=label, check=check), known)
+        costs, stored = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
+    return _with_setting(run(loaded, costs, channel=channel, label=label, check=check), stored)
 
 
 @_spelled_out(recompute="auto")
@@ -175,24 +177,31 @@ def tune(
 ) -> TuneResult:
     """Search for the fastest plan for a model within `budget_s` seconds; the result always fits in memory.
 
-    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") fixes that decision instead of
-    searching it. The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of
-    `budget_s`.
+    The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of `budget_s`.
+
+    `method`: "best" (the default search), "octopipe" (the paper's Algorithm 1; `phases` selects its phases), "random"
+    (its moves in random order) or "exact" (CP-SAT, for small cases). `target`: search only plans that this runtime can
+    run. `start`: a plan or a plan file to start from. `copies`: whether a layer may be on more than one rank (default:
+    if the costs include weights). `cut_head`: also split the head by vocabulary. `offload`: also move activations to
+    host memory. `recompute="none"` (or "full", "selective") fixes that decision instead of searching it. `robust`:
+    select by the mean step time over jittered layer times. `workers`: number of threads (default: all cores).
+    `iterations`: moves per thread instead of a budget, so that the result is the same on every machine. `progress` is
+    called with the state of the search; if it returns True, the search ends with its best plan.
     """
     from octopipe.search.tuner import tune as search
 
-    asked: dict[str, Any] = dict(setup)
-    if "budget" in asked:
+    remaining: dict[str, Any] = dict(setup)
+    if "budget" in remaining:
         if budget_s != BUDGET_S:
             raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
-        budget_s = asked.pop("budget")
+        budget_s = remaining.pop("budget")
     budget_s = seconds_of(budget_s)
     # "auto" lets the search decide. True, False and "none" are passed to the search, other modes to the set-up.
-    recompute: Any = asked.pop("recompute", "auto")
+    recompute: Any = remaining.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):
-        asked["recompute"] = recompute
+        remaining["recompute"] = recompute
     count = _micro_batches(num_ranks, num_micro_batches)
-    costs, known = _costs(model, num_ranks, count, asked, _words_of(tune))
+    costs, made_for = _costs(model, num_ranks, count, remaining, _parameter_names(tune))
     result = search(
         costs,
         num_ranks,
@@ -212,7 +221,7 @@ def tune(
         target=target,
         recompute=recompute in ("auto", True),
     )
-    return replace(result, plan=_carrying(result.plan, known))
+    return replace(result, plan=_storing(result.plan, made_for))
 
 
 @_spelled_out()
@@ -233,7 +242,9 @@ def compare(
     """Simulate every published system (or those in `systems`) on one model; results are best first, each with its plan.
 
     `systems` is a list, or a string like "1f1b,zb-h1"; `names` is its former name. `recompute="auto"` recomputes as
-    many layers as each system needs to fit.
+    many layers as each system needs to fit. `options`: by system, its own options (`octopipe systems`).
+    `split_backward=True` splits B into I and W everywhere. `processes`: number of processes (default: by the number of
+    cores). `progress(system, done, all)` is called after each system.
     """
     from octopipe.search.comparison import compare as run
 
@@ -244,8 +255,8 @@ def compare(
     count = _micro_batches(num_ranks, num_micro_batches)
     auto = setup.get("recompute") == "auto" and not isinstance(model, CostTable)
     first = {**setup, "recompute": "none"} if auto else setup
-    costs, known = _costs(model, num_ranks, count, first)
-    found = run(
+    costs, made_for = _costs(model, num_ranks, count, first)
+    comparison = run(
         costs,
         num_ranks,
         count,
@@ -258,8 +269,8 @@ def compare(
         processes=processes,
         progress=progress,
     )
-    rows = (r if r.plan is None else replace(r, plan=_carrying(r.plan, known)) for r in found.results)
-    return replace(found, results=tuple(rows))
+    rows = (r if r.plan is None else replace(r, plan=_storing(r.plan, made_for)) for r in comparison.results)
+    return replace(comparison, results=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +283,8 @@ class _PriceOf:
     setup: Mapping[str, Any]
 
     def __call__(self, mode: str, layers: int | None = None, /) -> CostTable:
-        given = {**self.setup, "recompute": mode, "recompute_layers": layers}
-        return _costs(self.model, self.num_ranks, self.num_micro_batches, given)[0]
+        setup = {**self.setup, "recompute": mode, "recompute_layers": layers}
+        return _costs(self.model, self.num_ranks, self.num_micro_batches, setup)[0]
 
 
 def _costs(
@@ -286,7 +297,7 @@ def _costs(
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
-        return model, {**carried(model), **_facts(model)}
+        return model, {**carried(model), **_stored_setup(model)}
     if not isinstance(model, str | os.PathLike | ModelSpec):
         raise OctoPipeError(
             f"model is a {type(model).__name__}; give a preset's name, a file, a ModelSpec or a CostTable"
@@ -294,31 +305,31 @@ def _costs(
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a ModelSpec has no name by which the model could be loaded again
-        return costs, {**carried(costs), **_facts(costs)}
+        return costs, {**carried(costs), **_stored_setup(costs)}
     setting = {"model": named} | {k: v for k, v in setup.items() if v is not None}
-    return costs, {**carried(costs, setting), **_facts(costs)}
+    return costs, {**carried(costs, setting), **_stored_setup(costs)}
 
 
-def _words_of(function: Callable[..., Any]) -> list[str]:
+def _parameter_names(function: Callable[..., Any]) -> list[str]:
     """Return the parameter names in a function's displayed signature."""
     return list(inspect.signature(function).parameters)
 
 
-def _facts(costs: CostTable) -> dict[str, Any]:
+def _stored_setup(costs: CostTable) -> dict[str, Any]:
     """Return the entry that stores the set-up of the costs as text and numbers; empty if the set-up is not known."""
     return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
-def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
+def _with_setting(timeline: Timeline, stored: Mapping[str, Any]) -> Timeline:
     """Return the timeline with the set-up it was predicted for."""
-    setting = known.get(SETTING)
+    setting = stored.get(SETTING)
     return replace(timeline, setting=dict(setting)) if isinstance(setting, Mapping) else timeline
 
 
-def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
-    """Return the plan with what it was made for, replacing any such entries from elsewhere."""
+def _storing(plan: Plan, made_for: Mapping[str, Any]) -> Plan:
+    """Return the plan with the entries that say what it was made for; they replace entries of the same kind."""
     extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP, MODE)}
-    return replace(plan, extra=extra | dict(known))
+    return replace(plan, extra=extra | dict(made_for))
 
 
 def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
@@ -328,9 +339,9 @@ def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
     return count
 
 
-def _is_file(what: str | os.PathLike[str]) -> bool:
-    text = os.fspath(what)
-    return not isinstance(what, str) or text.endswith(".json") or os.sep in text or Path(text).is_file()
+def _is_file(path: str | os.PathLike[str]) -> bool:
+    text = os.fspath(path)
+    return not isinstance(path, str) or text.endswith(".json") or os.sep in text or Path(text).is_file()
 
 
 __all__ = ["Model", "Setup", "build_plan", "compare", "simulate", "tune"]

@@ -61,7 +61,10 @@ def pipelining_fn(plan: Plan, *, costs: CostTable | None = None) -> Callable[...
     ) -> Result:
         mesh = parallel_dims.get_mesh("pp")
         if mesh.size() != plan.num_ranks:
-            raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, pipeline_parallel_degree is {mesh.size()}")
+            raise OctoPipeError(
+                f"the plan has {plan.num_ranks} ranks, and pipeline_parallel_degree is {mesh.size()}; set it to "
+                f"{plan.num_ranks}"
+            )
         _check_micro_batches(plan, training, parallelism)
         parts = module_names(order.plan, head=_head(model, plan))
         group, rank = mesh.get_group(), mesh.get_local_rank()

@@ -3,7 +3,7 @@
 Knows: signals, and how long the program may take to respond. Does not know: what is being searched.
 
     with StopRequest() as stop:
-        result = tune(..., progress=lambda seen: stop.asked)
+        result = tune(..., progress=lambda seen: stop.requested)
     return stop.exit_code(0)
 
 The first signal is recorded; the search checks `asked` and ends with the best result so far. If the block has not been
@@ -37,12 +37,12 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self.number != 0
 
-    def raise_if_asked(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise if a signal was received; for commands whose result is useless unless it is complete."""
-        if self.asked:
+        if self.requested:
             raise self._error()
 
     def exit_code(self, otherwise: int) -> int:
@@ -65,7 +65,7 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        if isinstance(error, StoppedError) and self.asked:
+        if isinstance(error, StoppedError) and self.requested:
             # There is no result to return; the command ends as if the signals had not been handled here.
             raise self._error() from None
 
@@ -74,7 +74,7 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        again, self.number = self.asked, number
+        again, self.number = self.requested, number
         if again or self._grace_s <= 0:
             raise self._error()
         if hasattr(signal, "setitimer"):

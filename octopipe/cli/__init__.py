@@ -42,7 +42,7 @@ VERBS = {
     "calibrate": "fit the efficiency rates of your training stack to your own runs",
     "validate": "run a plan and compare it with its prediction",
     "doctor": "report what works on this machine, what does not, and how to fix it",
-    "reproduce": "reproduce the paper's tables and figures, with ours next to theirs",
+    "reproduce": "compute the paper's tables and figures again, with the paper's numbers next to ours",
     "completion": "print a completion script for bash, zsh or fish",
 }
 OK, BROKEN_PIPE, DOES_NOT_FIT, INTERRUPTED, TERMINATED = 0, 1, 3, 130, 143

@@ -83,7 +83,8 @@ class Routing:
             return imbalance[0] if imbalance else 1.0
         if len(imbalance) != len(self.tokens[layer]):
             raise OctoPipeError(
-                f"imbalance has the tokens of {len(imbalance)} experts; layer {layer} has {len(self.tokens[layer])}"
+                f"imbalance has the tokens of {len(imbalance)} experts, and layer {layer} has "
+                f"{len(self.tokens[layer])}; give one number per expert"
             )
         return busiest_rank(imbalance, self.ranks)
 

@@ -120,7 +120,7 @@ def read_runs(
     out = []
     for i, line in enumerate(lines[1:], 2):
         if len(line) != len(header):
-            raise OctoPipeError(f"{where}: line {i} has {len(line)} cells for {len(header)} columns")
+            raise OctoPipeError(f"{where}: line {i} has {len(line)} cells for {len(header)} columns; give one each")
         cells = dict(zip(header, (cell.strip() for cell in line), strict=True))
         try:
             out.append(_run(cells, model or (lambda name: None), gpus or {}))
@@ -136,10 +136,10 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         raise OctoPipeError(f"gpus is {count}; at most {MAX_GPUS} are allowed")
     per_pipeline = number["tp"] * number["pp"] * number["cp"]
     if count % per_pipeline:
-        raise OctoPipeError(f"tp x pp x cp = {per_pipeline} does not divide {count} GPUs")
+        raise OctoPipeError(f"tp x pp x cp = {per_pipeline} does not divide {count} GPUs; correct one of them")
     dp = count // per_pipeline
     if batch < dp * number["mbs"]:
-        raise OctoPipeError(f"gbs {batch} is less than mbs {number['mbs']} x dp {dp}")
+        raise OctoPipeError(f"gbs {batch} is less than mbs {number['mbs']} x dp {dp}; correct one of them")
     precision = PRECISIONS.get(cells.get("precision", "").lower())
     if precision is None:
         raise OctoPipeError(f"precision is {brief(cells['precision'])}; one of bf16, fp8, mxfp8, nvfp4")

@@ -87,7 +87,9 @@ class Segments:
             if value is None or not 0 <= value <= MAX_SLOWING:
                 raise OctoPipeError(f"segments: {name} is {brief(getattr(self, name))}; give 0 to {MAX_SLOWING:g}")
         if len(self.forward) != len(self.input):
-            raise OctoPipeError(f"segments: {len(self.forward)} rows of forward, {len(self.input)} of input")
+            raise OctoPipeError(
+                f"segments: {len(self.forward)} layers in forward, {len(self.input)} in input; give both"
+            )
         seen: set[int] = set()  # most layers are alike, and share their row
         for name in ("forward", "input"):
             for layer, row in enumerate(getattr(self, name)):

@@ -125,7 +125,9 @@ class CostTable:
             if values.size == 0:
                 values = np.zeros(layers)
             if values.shape != (layers,):
-                raise OctoPipeError(f"{self.model}: {name} has {values.size} entries for {layers} layers")
+                raise OctoPipeError(
+                    f"{self.model}: {name} has {values.size} entries for {layers} layers; give one per layer"
+                )
             most = MAX_TIME_MS if name.endswith("_ms") else MAX_BYTES
             bad = np.flatnonzero(~((values >= 0) & (values <= most)))
             if bad.size:
@@ -137,11 +139,20 @@ class CostTable:
             values.setflags(write=False)
             object.__setattr__(self, name, values)
         if self.graph is not None and self.graph.num_layers != layers:
-            raise OctoPipeError(f"{self.model}: connections of {self.graph.num_layers} layers for {layers} layers")
+            raise OctoPipeError(
+                f"{self.model}: graph connects {self.graph.num_layers} layers, and the table has {layers}; make them "
+                "equal"
+            )
         if self.segments is not None and self.segments.num_layers != layers:
-            raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
+            raise OctoPipeError(
+                f"{self.model}: segments describe {self.segments.num_layers} layers, and the table has {layers}; make "
+                "them equal"
+            )
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
-            raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
+            raise OctoPipeError(
+                f"{self.model}: tied_bytes is {self.tied_bytes}; give a part of the static bytes of the first and the "
+                "last layer, which hold the tied weight"
+            )
         # Only a layer whose forward runs again inside I, which needs workspace, holds more for W than it kept from F.
         larger = np.flatnonzero((self.stash_bytes > self.activation_bytes) & (self.workspace_bytes == 0))
         if larger.size:

@@ -91,7 +91,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if not fitting:
         raise OctoPipeError(
             f"{type(model).__name__} cannot be cut into layers: it has no list of "
-            f"{' or '.join(map(str, dict.fromkeys(wanted))) or 'its'} layers"
+            f"{' or '.join(map(str, dict.fromkeys(wanted))) or 'its'} layers; give Pipeline modules of your own"
         )
     return fitting[0]
 

@@ -95,7 +95,7 @@ class HfModel:
             predictions=self.predictions,
         )
 
-    def told(self) -> str:
+    def code_words(self) -> str:
         """A text that states which code runs and where the weights come from."""
         weights = "weights of its folder" if self.pretrained else "fresh weights"
         more = "" if self.predictions is None else f" with multi-token prediction (weight {self.predictions:g})"

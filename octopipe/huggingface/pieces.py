@@ -257,7 +257,10 @@ class Head(nn.Module):
         """A part of the vocabulary, with a copy of everything before the projection (`runtime/stages/shards.py`)."""
         out = self.model.get_output_embeddings()  # type: ignore[operator]
         if self._routers is not None:
-            raise OctoPipeError(f"the head of {type(self.model).__name__} cannot be cut: the model trains its routers")
+            raise OctoPipeError(
+                f"the head of {type(self.model).__name__} cannot be cut: it adds the routers' loss "
+                "(output_router_logits); use a plan with a whole head"
+            )
         return linear_shard(self, out, number, count)
 
     def _stand_ins_on(self, device: torch.device) -> None:
@@ -270,7 +273,10 @@ def linear_shard(piece: nn.Module, out: nn.Module, number: int, count: int) -> n
     paths = [name for name, module in piece.named_modules() if module is out]
     if not paths or type(out) is not nn.Linear:
         name = type(piece.model).__name__
-        raise OctoPipeError(f"the head of {name} cannot be cut: the model has no plain projection to its vocabulary")
+        raise OctoPipeError(
+            f"the head of {name} cannot be cut: its projection to the vocabulary is no plain nn.Linear; use a plan "
+            "with a whole head"
+        )
     cut: dict[str, int] = {}
     shard = piece
     for name in ("weight", "bias") if out.bias is not None else ("weight",):

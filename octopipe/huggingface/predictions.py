@@ -140,7 +140,10 @@ class PredictionHead(nn.Module):
         """A part of the vocabulary (`runtime/stages/shards.py`)."""
         config: Any = self.model.predictions.config  # type: ignore[union-attr]
         if getattr(config, "unpadded_vocab_size", None) is not None:
-            raise OctoPipeError("the heads of its predictions leave a part of the vocabulary out, and cannot be cut")
+            raise OctoPipeError(
+                "the heads of its predictions leave a part of the vocabulary out and cannot be cut; use a plan with "
+                "whole heads (tune without --cut-head)"
+            )
         return linear_shard(self, self.model.predictions.shared_head, number, count)  # type: ignore[union-attr, arg-type]
 
 

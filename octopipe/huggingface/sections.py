@@ -157,7 +157,10 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
     """The sections of a model (on `meta` or real); raises a one-line error if the model cannot be split."""
     found = stacks(model)
     if not found:
-        raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers")
+        raise OctoPipeError(
+            f"{type(model).__name__} cannot be cut into layers: it has no list of its config's layers; give Pipeline "
+            "modules of your own"
+        )
     reason, furthest = "", -1
     # First all stacks are tried as layers of the pipeline. If that fails, smaller ones are left to the passages.
     tried = [found[:count] for count in range(len(found), 0, -1)]

@@ -216,7 +216,10 @@ def collect(
             shell(**inputs, use_cache=False)
     except Stop:
         return got
-    raise OctoPipeError(f"{type(shell).__name__}: its forward ended before layer {stop - 1}")
+    raise OctoPipeError(
+        f"{type(shell).__name__} cannot be cut into layers: its forward ended before layer {stop - 1}; give Pipeline "
+        "modules of your own"
+    )
 
 
 class Unpacked:

@@ -189,13 +189,19 @@ def shortened(config: Any, num_layers: int, where: str) -> Any:
     text = config.get_text_config(decoder=True)
     before = int(text.num_hidden_layers)
     if not 1 <= num_layers <= before:
-        raise OctoPipeError(f"{where}: {num_layers} of its {before} layers; give 3 to {before + 2}, ends included")
+        raise OctoPipeError(
+            f"{where}: the model has {before} blocks, and {num_layers} were asked for; give --layers 3 to "
+            f"{before + 2}, which counts the embedding and the head too"
+        )
     data = config.to_dict()
     part = data
     if text is not config:
         part = next((data.get(key) for key in vars(config) if getattr(config, key) is text), None)
         if not isinstance(part, dict):
-            raise OctoPipeError(f"{where}: its config keeps the text model's layers apart; write a config with fewer")
+            raise OctoPipeError(
+                f"{where}: its config does not hold the text model's config, so --layers cannot shorten it; write a "
+                "config.json with fewer layers"
+            )
     for key, value in part.items():
         if isinstance(value, list) and len(value) == before:
             part[key] = value[:num_layers]

@@ -105,7 +105,10 @@ class VisionLanguage:
                 "give Pipeline modules of your own"
             )
         if not isinstance(chosen, int):
-            raise OctoPipeError(f"{type(model).__name__} takes several of its tower's layers; one is supported")
+            raise OctoPipeError(
+                f"{type(model).__name__} takes the outputs of several layers of its tower, and vision_language "
+                "supports one; use octopipe.huggingface.layers"
+            )
         used = chosen if chosen >= 0 else len(encoder) + 1 + chosen
         self._text: LayerList = layers(_language_model(model))
         drop = getattr(config, "vision_feature_select_strategy", "full") == "default"
@@ -125,7 +128,9 @@ def _language_model(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         causal = transformers().AutoModelForCausalLM.from_config(text.config)
     if type(causal.model) is not type(text):
-        raise OctoPipeError(f"the language model {type(text).__name__} has no causal model of its own to be cut like")
+        raise OctoPipeError(
+            f"transformers has no causal language model around {type(text).__name__}; use octopipe.huggingface.layers"
+        )
     causal.model, causal.lm_head = text, model.lm_head
     return causal
 

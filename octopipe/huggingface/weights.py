@@ -85,7 +85,7 @@ class Weights:
         for name, value in piece.state_dict().items():
             if value.is_floating_point() and bool(value.isnan().any()):
                 raise OctoPipeError(
-                    f"{prefix}{name}: the model's own code gives it no first value; load a checkpoint (give its folder)"
+                    f"{prefix}{name}: the model's own code does not initialise it; load a checkpoint (give its folder)"
                 )
 
     def _draw(self, name: str, module: nn.Module) -> None:
@@ -213,7 +213,10 @@ class Store:
                     slots[attribute] = tensor
         wrong = getattr(info, "mismatched_keys", None) or getattr(info, "conversion_errors", None)
         if wrong:
-            raise OctoPipeError(f"{self.where}: {str(next(iter(wrong)))[:160]} does not fit the config; use its own")
+            raise OctoPipeError(
+                f"{self.where}: {str(next(iter(wrong)))[:160]} does not fit the config; use the checkpoint's own "
+                "config.json"
+            )
         first = first_names(self._model)
         return {first.get(name, name): tensor for name, tensor in found.items()}
 

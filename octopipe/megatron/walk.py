@@ -145,7 +145,7 @@ class Walk:
                 sent.append(slot)
             elif ins.code == F:
                 out = self._call(cell, self._input(cell, slot))
-                if not cell.last:
+                if not cell.computes_loss:
                     cell.value = out.detach()
         for slot in sent:
             transport.release(slot)
@@ -169,7 +169,7 @@ class Walk:
         if slot is not None:
             gradient = self.transport.take_gradient(slot)[0]
             slot.ended = time.perf_counter()
-            cell.sent = None
+            cell.output_message = None
             return gradient
         if cell.after is None:
             return None
@@ -185,7 +185,7 @@ class Walk:
         else:
             run.input = None if value is None else value.detach().requires_grad_()
             out = run.output = self._call(cell, run.input)
-        if cell.last:
+        if cell.computes_loss:
             return
         cell.value, cell.needs = out.detach(), [True]
         if run.output is not None:
@@ -197,7 +197,7 @@ class Walk:
         run.input = None if run.value is None else run.value.detach().requires_grad_()
         with _random(run.random):
             run.output = self._call(cell, run.input, again=True)
-        if not cell.last:
+        if not cell.computes_loss:
             run.free_output(self.config.deallocate_pipeline_outputs)
 
     def _backward(self, cell: Cell, gradient: Tensor | None, waits: bool) -> None:
@@ -208,14 +208,14 @@ class Walk:
             split.queue = run.queue
             run.queue.defer = waits
         output = run.output
-        if cell.last and config.grad_scale_func is not None:
+        if cell.computes_loss and config.grad_scale_func is not None:
             output = config.grad_scale_func(output)
         if output.requires_grad:
             seed = torch.ones_like(output) if gradient is None else gradient
             # Autograd's engine is called directly: torch's own function compares shapes, which a freed output has lost.
             run_engine((output,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         run.output = None
-        if not cell.first:
+        if not cell.takes_batch:
             own = run.input.grad
             cell.gradients = [torch.zeros_like(run.input) if own is None else own]
         run.input = run.value = None
@@ -247,11 +247,11 @@ class Walk:
             is_first_microbatch=first and not again,
             current_microbatch=m,
             vp_stage=k if len(self.models) > 1 or self.config.virtual_pipeline_model_parallel_size else None,
-            is_last_stage=cell.last,
+            is_last_stage=cell.computes_loss,
         )
         if isinstance(out, list):
             out = out[0]
-        if cell.last and not again:
+        if cell.computes_loss and not again:
             self.losses[m] = store[0] if store else None
             self.num_tokens += tokens.to(self.num_tokens.device)
         return out

@@ -72,13 +72,14 @@ class ModelSpec:
         joins = [layer.embedding for layer in layers if isinstance(layer, Join) and layer.embedding is not None]
         tokens = joins[0] if isinstance(first, TowerLayer) and len(joins) == 1 else first
         if not isinstance(tokens, Embedding):
-            raise OctoPipeError(f"{self.name}: a model starts with an embedding and ends with a head")
+            raise OctoPipeError(f"{self.name}: its layers do not start with an embedding and end with a head; add them")
         object.__setattr__(self, "hidden", self.hidden or tokens.hidden)
         object.__setattr__(self, "vocab", self.vocab or tokens.vocab)
         for i, layer in enumerate(layers):
             if layer.hidden != self.hidden and not isinstance(layer, TowerLayer):
                 raise OctoPipeError(
-                    f"{self.name}: layer {i} ({layer.symbol}) is {layer.hidden} wide, the model {self.hidden}"
+                    f"{self.name}: layer {i} ({layer.symbol}) is {layer.hidden} wide, the model {self.hidden}; make "
+                    "them equal"
                 )
 
     def __iter__(self) -> Iterator[Layer]:

@@ -227,7 +227,9 @@ class CrossBlock(Layer):
         object.__setattr__(self, "hidden", self.hidden or self.mixer.hidden)
         Layer.__post_init__(self)
         if not self.hidden == self.mixer.hidden == self.cross.hidden == self.ffn.hidden:
-            raise OctoPipeError("decoder block: self-attention, cross-attention and feed-forward differ in width")
+            raise OctoPipeError(
+                "decoder block: self-attention, cross-attention and feed-forward differ in width; make them equal"
+            )
 
     @property
     def parameters(self) -> int:

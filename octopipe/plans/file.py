@@ -1,6 +1,6 @@
 """Plans as files and as JSON text, as functions (docs/plan-format.md).
 
-Knows: the function names that callers use. Does not know: the format (`written`), or when a plan is valid (`rules`).
+Knows: the function names that callers use. Does not know: the format (`plan_json`), or when a plan is valid (`rules`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from octopipe.plans.plan import Plan
-from octopipe.plans.written import FORMAT, FORMAT_2, plan_to_json
+from octopipe.plans.plan_json import FORMAT, FORMAT_2, plan_to_json
 
 
 def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:

@@ -117,7 +117,9 @@ def parse_slots(
             except OctoPipeError as error:
                 raise PlanError([f"rank {rank}, position {position}: {error}"]) from None
             if len(found) > 2:
-                raise PlanError([f"rank {rank}, position {position}: {text[:40]!r} joins more than two ops"])
+                raise PlanError(
+                    [f"rank {rank}, position {position}: {text[:40]!r} joins more than two ops; a pair has two"]
+                )
             if len(found) == 2:
                 together.add((found[0], found[1]))
             ops += found

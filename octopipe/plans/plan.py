@@ -1,7 +1,7 @@
 """Plan: every decision about a pipeline and nothing else, and the single rule for what an op depends on.
 
 Knows: stages, ranks, paths, orders, pairs. Does not know: times, transfers, memory, when a plan is valid (`rules`), or
-the file format (`written`; docs/plan-format.md).
+the file format (`plan_json`; docs/plan-format.md).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from octopipe.plans.op import (
     with_rank_order,
 )
 from octopipe.plans.paths import Edge, neighbours, only_chains
+from octopipe.plans.plan_json import plan_fields, plan_to_json
 from octopipe.plans.rules import problems
-from octopipe.plans.written import plan_fields, plan_to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,10 @@ def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     Raise an error if paths fork or join.
     """
     if plan.edges:
-        raise OctoPipeError("this plan's paths fork or join; the requested operation supports chains of stages only")
+        raise OctoPipeError(
+            "this plan's paths fork or join, and this operation supports chains of stages only; use a plan made "
+            "without --mtp and --cut-head"
+        )
     before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
     return np.ascontiguousarray(before[:, :, 0]), np.ascontiguousarray(after[:, :, 0])
 

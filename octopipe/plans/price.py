@@ -28,7 +28,7 @@ Priced = TypeVar("Priced", Array, tuple[Array, Array], "StageMemory")
 class StageMemory(NamedTuple):
     """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
 
-    kept: Array
+    after_forward: Array
     """Held from F on if the stage recomputes or offloads; otherwise equal to `activation`."""
     activation: Array
     """Held from F (or R) until I."""
@@ -36,36 +36,36 @@ class StageMemory(NamedTuple):
     """The part of the activation that is held until W."""
 
 
-_KEPT: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("kept prices", default=None)
+_CACHE: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("cached prices", default=None)
 
 
 @contextlib.contextmanager
-def prices_kept() -> Iterator[None]:
+def prices_cached() -> Iterator[None]:
     """Cache the prices of the last stages while this context is active, for searches that change only orders.
 
     Cached objects are compared by identity, so nothing that is priced may be modified in place meanwhile.
     """
-    token = _KEPT.set({})
+    token = _CACHE.set({})
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _CACHE.reset(token)
 
 
-def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
+def _cached(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
     @functools.wraps(price)
     def priced(plan: Plan, costs: CostTable) -> Priced:
-        kept = _KEPT.get()
-        if kept is None:
+        cache = _CACHE.get()
+        if cache is None:
             return price(plan, costs)
-        asked = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
-        known = kept.get(price.__name__)
-        if known is None or any(a is not b for a, b in zip(known[0], asked, strict=True)):
-            found = price(plan, costs)
-            for array in found if isinstance(found, tuple) else (found,):
+        inputs = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
+        entry = cache.get(price.__name__)
+        if entry is None or any(a is not b for a, b in zip(entry[0], inputs, strict=True)):
+            prices = price(plan, costs)
+            for array in prices if isinstance(prices, tuple) else (prices,):
                 array.flags.writeable = False
-            known = kept[price.__name__] = asked, found
-        return cast(Priced, known[1])
+            entry = cache[price.__name__] = inputs, prices
+        return cast(Priced, entry[1])
 
     return priced
 
@@ -141,7 +141,7 @@ def _time_parts(plan: Plan, costs: CostTable, kind: str) -> Array | float:
     return np.array([time_part(s, costs, kind) for s in plan.stages])[:, None]
 
 
-@_kept
+@_cached
 def stage_times(plan: Plan, costs: CostTable) -> Array:
     """Time of every op as [kind, stage, micro_batch], including the speed of the stage's rank."""
     whole = [_layers(s) for s in plan.stages]
@@ -158,7 +158,7 @@ PARTIAL_BYTES = 8.0
 """Bytes that a shard of the head sends per token: log-sum-exp of its logits and the target's logit, 32 bits each."""
 
 
-@_kept
+@_cached
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches].
 
@@ -175,7 +175,7 @@ def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     return out, _per_micro_batch(plan, costs, costs.boundary_bytes, before)
 
 
-@_kept
+@_cached
 def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Transfer time of each stage's output to the next stage's rank, and of its input gradient back.
 
@@ -196,7 +196,7 @@ def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     return forward, gradient
 
 
-@_kept
+@_cached
 def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     """Bytes every stage holds per micro-batch, with and without recomputation.
 
@@ -231,7 +231,7 @@ def _inputs(layers: Collection[int], costs: CostTable) -> list[int]:
 def offload_bytes(plan: Plan, costs: CostTable) -> Array:
     """Return the bytes that each stage moves to host memory, and back, per micro-batch; zero if it does not offload."""
     memory = stage_memory(plan, costs)
-    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.kept, 0.0)
+    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.after_forward, 0.0)
 
 
 def static_bytes(plan: Plan, costs: CostTable) -> Array:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import B, F, Plan, R, W
+from octopipe.runtime.arguments import check_loss
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.fp8 import scaled_linears
-from octopipe.runtime.given import check_loss
 from octopipe.runtime.measured import Recorder
-from octopipe.runtime.paired_ops import Given, PairedOps
+from octopipe.runtime.paired_ops import PairedOps, StepArguments
 from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.calling import Loss, SplitLoss
@@ -199,12 +199,12 @@ class Executor:
             value, spec = self.transport.take_forward(ins.slot)
             needs = spec.wanted
         then = None
-        if cell.last:
+        if cell.computes_loss:
             then = self.loss(targets, cell.micro_batch) if with_loss else _output
         seed = self.micro_batch_seeds[cell.micro_batch]
         with (self._autocast or nullcontext)():
             _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False, side=side)
-        if cell.last:
+        if cell.computes_loss:
             if with_loss:
                 check_loss(out)
             losses[cell.micro_batch] = out
@@ -273,7 +273,7 @@ class Executor:
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
             if ins.beside is not None:
-                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
+                self.pairs.run(ins, ins.beside, StepArguments(micro_batches, targets, scales, losses, sides))
                 continue
             if code >= SEND:
                 transfer(ins, transport)
@@ -289,16 +289,16 @@ class Executor:
                 if slot is None:
                     value, given = self.own_input(cell, micro_batches)
                 else:
-                    value, cell.asked = take_forward(slot)
+                    value, cell.input_message = take_forward(slot)
                     slot.ended = clock()
-                    given = cell.asked.wanted
+                    given = cell.input_message.wanted
             elif code != R and code != W:
                 given = self.gradients_for(cell, slot, losses, scales)
             if ins.moves is not None:
                 ops.fetch(ins.moves.fetch_with_op, self._device)
             for sent in ins.release:
                 release(sent)
-            then = self.loss(targets, cell.micro_batch) if code == F and cell.last else None
+            then = self.loss(targets, cell.micro_batch) if code == F and cell.computes_loss else None
             started[k] = clock()
             if mark is not None:
                 mark(k, 0)
@@ -315,12 +315,12 @@ class Executor:
                 mark(k, 1)
             ended[k] = clock()
             del given
-            if code == F and cell.last:
+            if code == F and cell.computes_loss:
                 losses[cell.micro_batch] = value
             elif code == F:
                 cell.value = value
             elif code != R and code != W:
-                if not cell.first:
+                if not cell.takes_batch:
                     cell.gradients = value
                 elif value and micro_batches is not None:
                     self.outside.keep(micro_batches[cell.micro_batch], value)
@@ -335,7 +335,7 @@ class Executor:
         if slot is not None:
             gradients = self.transport.take_gradient(slot)
             slot.ended = time.perf_counter()
-            cell.sent = None
+            cell.output_message = None
         elif cell.after is not None:
             gradients, cell.after.gradients = cell.after.gradients, None
         else:

@@ -20,7 +20,7 @@ from octopipe.plans.plan import KINDS
 from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.slots import SEND, RankProgram, Step
 from octopipe.runtime.stages.stage import Stage
-from octopipe.runtime.wire.telling import PeerError, moment, told
+from octopipe.runtime.wire.telling import PeerError, moment, naming_lost_peers
 
 _WORDS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward", "R": "recomputation"}
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
@@ -61,7 +61,7 @@ class Failures:
         """
         before = begun()
         try:
-            with moment(f"in step {step}"), told(timeout_s):
+            with moment(f"in step {step}"), naming_lost_peers(timeout_s):
                 yield
         except BaseException as error:
             if begun() == before:

@@ -24,7 +24,7 @@ from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.graph_pairs import GraphPairs
 from octopipe.runtime.graph_program import GraphCell, graph_program
-from octopipe.runtime.paired_ops import Given, PairedOps
+from octopipe.runtime.paired_ops import PairedOps, StepArguments
 from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.slots import RECEIVE, SEND, Step, rank_program
 from octopipe.runtime.stages.chain import StageChain
@@ -66,7 +66,7 @@ class GraphExecutor(Executor):
 
     def inputs(self, cell: GraphCell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """Return the input of F, and which of its leaves require a gradient (None: those that can)."""
-        if cell.first:
+        if cell.takes_batch:
             value, needs = self.own_input(cell, micro_batches)
             return self._picked(cell.stage, value), needs
         values, needed = [], []
@@ -77,9 +77,9 @@ class GraphExecutor(Executor):
                 value, need = giver.value, giver.needs
                 self._taken(giver)
             else:
-                value, port.asked = self.transport.take_forward(port.receive)
+                value, port.input_message = self.transport.take_forward(port.receive)
                 port.receive.ended = time.perf_counter()
-                need = port.asked.wanted
+                need = port.input_message.wanted
             values.append(value)
             needed.append(need)
         if len(values) == 1:
@@ -130,7 +130,7 @@ class GraphExecutor(Executor):
 
     def made(self, cell: GraphCell, out: Any, losses: dict[int, Tensor]) -> None:
         """Add a loss to that of its micro-batch; keep another output of F until all its consumers have received it."""
-        if cell.last:
+        if cell.computes_loss:
             before = losses.get(cell.micro_batch)
             losses[cell.micro_batch] = out if before is None else before + out
             return
@@ -141,7 +141,7 @@ class GraphExecutor(Executor):
     def then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
         """Return what follows a stage's layers inside its forward: the loss, or a shard's part of it; None if nothing
         does."""
-        if not cell.is_shard and not cell.last:
+        if not cell.is_shard and not cell.computes_loss:
             return None
         layer = self.program.plan.stages[cell.stage].stop - 1
         cut = self._cut.get(layer)
@@ -149,7 +149,7 @@ class GraphExecutor(Executor):
             raise OctoPipeError("a split head needs the target of every micro-batch: step(batch, target)")
         if cut is not None and targets is not None:
             part = self.chains[cell.stage].parts[-1][0]
-            made = cut.of_tokens if cell.last else cut.partial(part.modules[layer - part.first_layer])
+            made = cut.of_tokens if cell.computes_loss else cut.partial(part.modules[layer - part.first_layer])
             return Loss(made, targets[cell.micro_batch])
         if isinstance(self.loss_fn, PathLosses):
             function = self.loss_fn.of_layer(layer)
@@ -158,7 +158,7 @@ class GraphExecutor(Executor):
 
     def gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
         """Return the gradient of a cell's output, summed over its consumers."""
-        if cell.last:
+        if cell.computes_loss:
             return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
         found = []
         for port in cell.takers:
@@ -168,12 +168,12 @@ class GraphExecutor(Executor):
             else:
                 found.append(self.transport.take_gradient(port.gradient_slot))
                 port.gradient_slot.ended = time.perf_counter()
-                port.sent = None
+                port.output_message = None
         return found[0] if len(found) == 1 else [_added(row) for row in zip(*found, strict=True)]
 
     def hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
         """Send the gradient of every input back along the edge on which the input arrived."""
-        if cell.first:
+        if cell.takes_batch:
             if gradients and micro_batches is not None:
                 batch = self._picked(cell.stage, micro_batches[cell.micro_batch])
                 self.outside.keep(batch, gradients)
@@ -205,7 +205,7 @@ class GraphExecutor(Executor):
                 continue
             self.at = ins
             if ins.beside is not None:
-                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
+                self.pairs.run(ins, ins.beside, StepArguments(micro_batches, targets, scales, losses, sides))
                 continue
             code, cell, k = ins.code, cast(GraphCell, ins.cell), ins.number
             if code in (SEND, RECEIVE):
@@ -283,13 +283,13 @@ class GraphExecutor(Executor):
     ) -> None:  # fmt: skip
         cell = cast(GraphCell, ins.cell)
         value, needs = self.inputs(cell, micro_batches)
-        then = self.then(cell, targets) if with_loss else (_same if cell.last else None)
+        then = self.then(cell, targets) if with_loss else (_same if cell.computes_loss else None)
         seed = self.micro_batch_seeds[cell.micro_batch]
         with (self._autocast or nullcontext)():
             _, out, cell.needs = self.chains[cell.stage].forward(
                 value, needs, then, seed, again=False, keep=False, side=side
             )
-        if cell.last and not with_loss:
+        if cell.computes_loss and not with_loss:
             losses[cell.micro_batch] = out
         else:
             self.made(cell, out, losses)

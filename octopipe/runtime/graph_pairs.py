@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from octopipe.runtime.paired_ops import Given, PairedOps, Prepared
+from octopipe.runtime.paired_ops import PairedOps, Prepared, StepArguments
 from octopipe.runtime.slots import Step
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GraphPairs(PairedOps):
     """Runs the pairs of one `GraphExecutor`'s program."""
 
-    def _forward(self, ins: Step, given: Given) -> Prepared:
+    def _forward(self, ins: Step, given: StepArguments) -> Prepared:
         executor, cell = cast("GraphExecutor", self._executor), cast("GraphCell", ins.cell)
         value, needs = executor.inputs(cell, given.micro_batches)
         then = executor.then(cell, given.targets)
@@ -29,7 +29,7 @@ class GraphPairs(PairedOps):
 
         return self._forward_of(cell, given, (value, needs, then), hand_on)
 
-    def _backward(self, ins: Step, given: Given) -> Prepared:
+    def _backward(self, ins: Step, given: StepArguments) -> Prepared:
         executor, cell = cast("GraphExecutor", self._executor), cast("GraphCell", ins.cell)
         gradients = executor.gradients(cell, given.losses, given.scales)
 

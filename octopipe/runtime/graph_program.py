@@ -101,8 +101,8 @@ def graph_program(program: Program, rank: int) -> RankProgram:
         steps=tuple(steps),
         cells=(*cells.values(), *ports.values()),
         slots=tuple(transfers.values()),
-        needs_batch=any(c.first for c in cells.values()),
-        needs_target=any(c.last or c.is_shard for c in cells.values()),
+        needs_batch=any(c.takes_batch for c in cells.values()),
+        needs_target=any(c.computes_loss or c.is_shard for c in cells.values()),
         last_releases=tuple(released.get(-1, ())),
     )
 

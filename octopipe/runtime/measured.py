@@ -23,7 +23,7 @@ from octopipe.costs.table import CostTable
 from octopipe.runtime.ranks.world import Group
 from octopipe.runtime.slots import RankProgram
 from octopipe.runtime.wire.driver import Driver
-from octopipe.runtime.wire.telling import gather_values, moment, told
+from octopipe.runtime.wire.telling import gather_values, moment, naming_lost_peers
 from octopipe.simulation.simulator import memory_curves
 from octopipe.simulation.timeline import Extra, Spans, Timeline, Transfers
 
@@ -147,7 +147,7 @@ def clock_offset_s(group: Group, rank: int) -> float:
 
 
 @moment("while the timeline was collected")
-@told()
+@naming_lost_peers()
 def measured_timeline(
     program: RankProgram, recorder: Recorder, group: Group, costs: CostTable | None, label: str
 ) -> Timeline:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octopipe.runtime.executor import Executor
 
 
-class Given(NamedTuple):
+class StepArguments(NamedTuple):
     """The inputs of a step, and the losses that it collects."""
 
     micro_batches: Sequence[Any] | None
@@ -89,7 +89,7 @@ class PairedOps:
         self._exchanges: dict[tuple[int, int], int] = {}
         """By stage and kind of an op: how many exchanges it had in its last pair."""
 
-    def run(self, first: Step, second: Step, given: Given) -> None:
+    def run(self, first: Step, second: Step, given: StepArguments) -> None:
         executor, clock = self._executor, time.perf_counter
         recorder = executor.recorder
         beside = (second, first)
@@ -138,7 +138,7 @@ class PairedOps:
     def close(self) -> None:
         self._turns.close()
 
-    def _prepared(self, ins: Step, given: Given, beside: Step) -> Prepared:
+    def _prepared(self, ins: Step, given: StepArguments, beside: Step) -> Prepared:
         executor = self._executor
         if ins.code == F:
             made = self._forward(ins, given)
@@ -150,18 +150,18 @@ class PairedOps:
             executor.transport.release(sent)
         return made
 
-    def _forward(self, ins: Step, given: Given) -> Prepared:
+    def _forward(self, ins: Step, given: StepArguments) -> Prepared:
         executor, cell, slot = self._executor, ins.cell, ins.slot
         if slot is None:
             value, needs = executor.own_input(cell, given.micro_batches)
         else:
-            value, cell.asked = executor.transport.take_forward(slot)
+            value, cell.input_message = executor.transport.take_forward(slot)
             slot.ended = time.perf_counter()
-            needs = cell.asked.wanted
-        then = executor.loss(given.targets, cell.micro_batch) if cell.last else None
+            needs = cell.input_message.wanted
+        then = executor.loss(given.targets, cell.micro_batch) if cell.computes_loss else None
 
         def hand_on(out: Any) -> None:
-            if cell.last:
+            if cell.computes_loss:
                 given.losses[cell.micro_batch] = out
             else:
                 cell.value = out
@@ -169,7 +169,7 @@ class PairedOps:
         return self._forward_of(cell, given, (value, needs, then), hand_on)
 
     def _forward_of(
-        self, cell: Cell, given: Given, arguments: tuple[Any, Any, Any], hand_on: Callable[[Any], None]
+        self, cell: Cell, given: StepArguments, arguments: tuple[Any, Any, Any], hand_on: Callable[[Any], None]
     ) -> Prepared:
         """Prepare F of a cell with its `arguments` (input, which leaves require a gradient, loss); `hand_on` receives
         its output."""
@@ -186,12 +186,12 @@ class PairedOps:
 
         return Prepared(compute, finish)
 
-    def _backward(self, ins: Step, given: Given) -> Prepared:
+    def _backward(self, ins: Step, given: StepArguments) -> Prepared:
         executor, cell = self._executor, ins.cell
         gradients = executor.gradients_for(cell, ins.slot, given.losses, given.scales)
 
         def hand_back(found: list[Any]) -> None:
-            if not cell.first:
+            if not cell.takes_batch:
                 cell.gradients = found
             elif found and given.micro_batches is not None:
                 executor.outside.keep(given.micro_batches[cell.micro_batch], found)

@@ -19,7 +19,10 @@ from octopipe.plans.plan import Plan
 
 
 class PathLosses:
-    """A loss function for every layer at which a path ends."""
+    """A loss function for every layer at which a path ends, such as the heads of multi-token prediction.
+
+    `losses` maps the number of such a layer to its `loss(output, target)`; the loss of a micro-batch is their sum.
+    """
 
     def __init__(self, losses: Mapping[int, Callable[[Any, Any], Tensor]]):
         if not losses:

@@ -31,9 +31,9 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
+from octopipe.runtime.arguments import check_arguments, check_options, device_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.failures import Failures, warn_of_gradients
-from octopipe.runtime.given import check_given, check_options, device_of
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -49,7 +49,7 @@ from octopipe.runtime.ranks.world import World
 from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
-from octopipe.runtime.wire.telling import told
+from octopipe.runtime.wire.telling import naming_lost_peers
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
@@ -62,7 +62,7 @@ class Pipeline:
     `predict`, `clip_grad_norm_`, `timeline`.
     """
 
-    @told()
+    @naming_lost_peers()
     def __init__(
         self,
         layers: Sequence[nn.Module | Callable[[], nn.Module]],
@@ -112,17 +112,17 @@ class Pipeline:
 
         `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
-        check_given(layers, plan, loss_fn)
+        check_arguments(layers, plan, loss_fn)
         check_options(timeout_s, seed, tied, side_inputs, sharded, transport, costs)
-        given = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
-        self.device = device_of(device) if device is not None else given.default_device()
+        whole_world = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
+        self.device = device_of(device) if device is not None else whole_world.default_device()
         if cuda_graphs and self.device.type != "cuda":
             raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
         lowered_here = not isinstance(plan, Program)
-        program = program_of(plan, costs, channel, num_ranks=given.size, num_layers=len(layers))
+        program = program_of(plan, costs, channel, num_ranks=whole_world.size, num_layers=len(layers))
         self.plan = plan = program.plan
         self.costs = costs
-        self.world = world = given.for_steps(on_host=self.device.type != "cuda")
+        self.world = world = whole_world.for_steps(on_host=self.device.type != "cuda")
         # The strict transport exists to show what deadlocks do.
         self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
         self.rank = world.rank
@@ -242,7 +242,7 @@ class Pipeline:
         if self._replaced:
             self.replicas.make_equal_again(self._replaced)
             self._replaced = []
-        with self._whole():
+        with self._interruptible():
             verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
                 self.reducer.begin_step()
@@ -265,8 +265,8 @@ class Pipeline:
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be of another rank
                 warn_of_gradients(self.rank, self.named_parameters(), self.layers.shared())
             if self._watches_copies:  # also in the second step: a rank may run a layer only once per step
-                told = warn_of_copies(self.executor.chains, self.layers.ranks_of)
-                self._watches_copies = self.executor.steps_run < 2 and not told
+                warned = warn_of_copies(self.executor.chains, self.layers.ranks_of)
+                self._watches_copies = self.executor.steps_run < 2 and not warned
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
@@ -300,7 +300,7 @@ class Pipeline:
         """Return the mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
         # Tensors created here are used again in training, so they must not be inference tensors.
         self.failures.check()
-        with self._whole(), torch.inference_mode(False), torch.no_grad():
+        with self._interruptible(), torch.inference_mode(False), torch.no_grad():
             inputs, targets = self._inputs.split(batch, target)
             sides = self._inputs.split_side(side)
             losses = self.executor.evaluate(inputs, targets, step=self.step_number, side=sides)
@@ -314,27 +314,27 @@ class Pipeline:
         if to not in ("last", "all"):
             raise OctoPipeError(f"to is {to!r}; use 'last' or 'all'")
         self.failures.check()
-        with self._whole(), torch.inference_mode(False), torch.no_grad():
+        with self._interruptible(), torch.inference_mode(False), torch.no_grad():
             inputs, _ = self._inputs.split(batch, None, with_loss=False)
             sides = self._inputs.split_side(side)
             outputs = self.executor.evaluate(inputs, None, step=self.step_number, side=sides, loss=False)
             count = self.plan.num_micro_batches
             rows = rows_of(batch) if self.executor.program.needs_batch else None
             listed = isinstance(batch, list)
-            told = self.world.gather((rows, listed, bool(outputs)))
-            rows = next((r for r, *_ in told if r is not None), None)
-            listed = any(flag for _, flag, _ in told)
-            if self.world.size > 1 and (to == "all" or sum(has for *_, has in told) > 1):
+            of_ranks = self.world.gather((rows, listed, bool(outputs)))
+            rows = next((r for r, *_ in of_ranks if r is not None), None)
+            listed = any(flag for _, flag, _ in of_ranks)
+            if self.world.size > 1 and (to == "all" or sum(has for *_, has in of_ranks) > 1):
                 moved = {m: to_device(value, torch.device("cpu")) for m, value in outputs.items()}
-                everybody: dict[int, Any] = {}
+                of_all: dict[int, Any] = {}
                 for part in self.world.gather(moved):
-                    everybody |= part
-                outputs = {m: to_device(v, self.device) for m, v in everybody.items()} if to == "all" or outputs else {}
+                    of_all |= part
+                outputs = {m: to_device(v, self.device) for m, v in of_all.items()} if to == "all" or outputs else {}
             if not outputs:
                 return None
-            kept = [m for m in range(count) if rows is None or rows == 0 or sizes(rows, count)[m]]
-            found = [outputs[m] for m in kept]
-            return found if listed else join(found)
+            with_rows = [m for m in range(count) if rows is None or rows == 0 or sizes(rows, count)[m]]
+            values = [outputs[m] for m in with_rows]
+            return values if listed else join(values)
 
     def predict(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
         """Run `forward` with all layers in eval mode; their previous mode is restored."""
@@ -347,12 +347,12 @@ class Pipeline:
 
     # -- when a step breaks off ------------------------------------------------------------------------
 
-    def _whole(self) -> AbstractContextManager[None]:
+    def _interruptible(self) -> AbstractContextManager[None]:  # an error of one rank ends the step on all
         begun = lambda: self.executor.begun  # noqa: E731
         give_up = self.reducer.give_up, self.transport.abandon, self.world.break_off
         return self.failures.watched(self.step_number, begun, self.executor.last_words, self.timeout_s, *give_up)
 
-    @told()
+    @naming_lost_peers()
     def recover(self) -> None:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
 

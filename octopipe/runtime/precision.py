@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
-from octopipe.runtime.given import check_context
+from octopipe.runtime.arguments import check_context
 from octopipe.runtime.host_state import HOST, HostState, hosted
 from octopipe.runtime.ranks.owners import Owners
 from octopipe.runtime.torch_private import foreach_copy_

@@ -34,9 +34,9 @@ class Cell:
 
     stage: int
     micro_batch: int
-    first: bool
+    takes_batch: bool
     """Whether it takes its input from the batch."""
-    last: bool
+    computes_loss: bool
     """Whether it computes the loss."""
     recomputes: bool
     before: Cell | None = None
@@ -50,9 +50,9 @@ class Cell:
     needs: Any = None
     gradients: Any = None
     """Gradients of the inputs until they have been passed on."""
-    sent: Any = None
+    output_message: Any = None
     """The form of the message that carried the output; its gradients have the same form."""
-    asked: Any = None
+    input_message: Any = None
     """The form of the message that brought the input, which states the gradients to send back."""
     offloads: bool = False
     """Whether its activations go to host memory after F."""
@@ -63,7 +63,8 @@ class Cell:
 
     def clear(self) -> None:
         """Discard the state of an interrupted step."""
-        self.runs = self.value = self.needs = self.gradients = self.sent = self.asked = self.parcel = None
+        self.runs = self.value = self.needs = self.gradients = self.parcel = None
+        self.output_message = self.input_message = None
 
 
 @dataclass(slots=True, eq=False)
@@ -205,8 +206,8 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         steps=tuple(steps),
         cells=tuple(cells.values()),
         slots=tuple(transfers.values()),
-        needs_batch=any(c.first for c in cells.values()),
-        needs_target=any(c.last for c in cells.values()),
+        needs_batch=any(c.takes_batch for c in cells.values()),
+        needs_target=any(c.computes_loss for c in cells.values()),
         last_releases=tuple(released.get(-1, ())),
     )
 
@@ -227,7 +228,8 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
         return
     if program.plan.pairs:
         raise OctoPipeError(
-            "the plan has both pairs and stages that offload; the executor supports only one of the two"
+            "the plan has both pairs and stages that offload, and the executor supports one of the two; remove the "
+            '"offload" marks, or write the pairs as single ops'
         )
     t = program.plan.table()
     base = int(t.offsets[rank])

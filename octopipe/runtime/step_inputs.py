@@ -13,9 +13,9 @@ from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.runtime.arguments import takes_target
 from octopipe.runtime.batches import rows_of, split_batch, weights
 from octopipe.runtime.executor import Executor
-from octopipe.runtime.given import takes_target
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.values import flatten
 

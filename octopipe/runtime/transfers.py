@@ -32,7 +32,7 @@ def transfer(step: Step, transport: Transport, take: TakeOutput = take_output) -
     slot, cell = step.slot, step.cell
     assert slot is not None
     if step.code == RECEIVE:
-        if slot.forward or cell.sent is not None or transport.ordered:
+        if slot.forward or cell.output_message is not None or transport.ordered:
             transport.post(slot)
         else:
             slot.deferred = True
@@ -42,7 +42,7 @@ def transfer(step: Step, transport: Transport, take: TakeOutput = take_output) -
         gradients, cell.gradients = cell.gradients, None
         transport.send_gradient(slot, gradients)
         return
-    cell.sent = transport.send_forward(slot, *take(cell))
+    cell.output_message = transport.send_forward(slot, *take(cell))
     answer = cell.gradient_slot
     if answer is not None and answer.deferred:
         answer.deferred = False

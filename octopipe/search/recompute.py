@@ -122,7 +122,7 @@ def _may_be_kept(plan: Plan, costs: CostTable, refused: Collection[int]) -> list
     t, static = plan.table(), static_bytes(plan, costs)
     at_start, at_end = changes_of_ops(plan, costs)
     memory = stage_memory(plan, costs)
-    freed = (memory.activation - memory.kept)[t.stage, t.micro_batch]
+    freed = (memory.activation - memory.after_forward)[t.stage, t.micro_batch]
     lasts = op_durations(plan, costs) > 0.0
     found = []
     for rank in range(plan.num_ranks):

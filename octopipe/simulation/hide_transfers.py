@@ -24,7 +24,7 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.plans.price import prices_kept
+from octopipe.plans.price import prices_cached
 from octopipe.plans.rules import missing_recompute
 from octopipe.simulation.simulator import makespan_ms, ops_and_transfers, simulate, with_memory
 from octopipe.simulation.timeline import Timeline
@@ -51,7 +51,7 @@ def hide_transfers(
     if (budget_s is None) == (moves is None):
         raise OctoPipeError("hide_transfers takes a budget in seconds or a number of moves; give one of the two")
     end = None if budget_s is None else time.monotonic() + budget_s
-    with prices_kept():
+    with prices_cached():
         return _walked(plan, costs, end, moves, slack, random.Random(seed))
 
 

@@ -292,7 +292,7 @@ def changes_of_ops(plan: Plan, costs: CostTable) -> tuple[Floats, Floats]:
     memory = stage_memory(plan, costs)
     cell = (t.stage, t.micro_batch)
     recomputes = t.index[R][cell] >= 0
-    activation, kept, stash = memory.activation[cell], memory.kept[cell], memory.stash[cell]
+    activation, kept, stash = memory.activation[cell], memory.after_forward[cell], memory.stash[cell]
     at_start, at_end = np.zeros(t.stage.size), np.zeros(t.stage.size)
     is_f, is_r, is_i, is_w, is_b = (t.kind == k for k in (F, R, I, W, B))
     at_start[is_f] = np.where(recomputes, kept, activation)[is_f]

@@ -96,5 +96,6 @@ def _check_stages(plan: Plan, stages: Sequence[PipelineStage]) -> None:
     wrong = next((s for s in stages if s.num_stages != len(plan.stages)), None)
     if wrong is not None:
         raise OctoPipeError(
-            f"stage {wrong.stage_index} was made for {wrong.num_stages} stages, the plan has {len(plan.stages)}"
+            f"stage {wrong.stage_index} was made for {wrong.num_stages} stages, the plan has {len(plan.stages)}; make "
+            "it for this plan (torch_engine.make_stages)"
         )

@@ -191,7 +191,7 @@ def test_a_plan_above_a_cap_is_refused_before_memory_is_taken(name: str) -> None
 
 
 def test_more_ops_than_the_cap_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octopipe.plans.written.MAX_OPS", 100)
+    monkeypatch.setattr("octopipe.plans.plan_json.MAX_OPS", 100)
     with pytest.raises(OctoPipeError, match="130 ops in orders; at most 100 are allowed"):
         plan_from_json(_plan_text(orders=[["not an op"] * 130]))
 

@@ -121,7 +121,7 @@ def test_compare_shows_what_is_finished_and_waits_for_no_solver(number: signal.S
 def test_a_second_signal_and_a_grace_that_is_over_raise() -> None:
     with pytest.raises(Terminated), StopRequest(grace_s=PATIENCE_S) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked and stop.exit_code(0) == 143
+        assert stop.requested and stop.exit_code(0) == 143
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), StopRequest(grace_s=0.05):
         os.kill(os.getpid(), signal.SIGINT)

@@ -168,6 +168,25 @@ def test_hostile_layer_times_give_one_line(capsys: pytest.CaptureFixture[str], t
     assert "times.json" in err
 
 
+@pytest.mark.parametrize(
+    ("verb", "defaults"),
+    [
+        ("plan", {"zero": "searched", "recompute": "auto"}),
+        ("tune", {"zero": "1", "recompute": "searched, stage by stage"}),
+        ("simulate", {"zero": "1", "recompute": "none"}),
+    ],
+)
+def test_help_says_what_a_verb_does_without_the_flag(
+    capsys: pytest.CaptureFixture[str], verb: str, defaults: dict[str, str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for name, default in defaults.items():
+        described = words.rpartition(f" --{name} {{")[2].partition(" --")[0]
+        assert described.endswith(f"(default: {default})")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from octopipe.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"

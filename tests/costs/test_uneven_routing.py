@@ -41,7 +41,7 @@ def test_counts_of_every_expert_give_the_spread_of_their_ranks(tmp_path: Path) -
     assert setup.busiest_expert_rank(128) == pytest.approx(32 / 18)
     assert replace(setup, ep=1).busiest_expert_rank(128) == 1.0
     assert replace(BASE, imbalance=1.2).busiest_expert_rank(128) == 1.2
-    with pytest.raises(OctoPipeError, match="tokens of 128 experts; a layer has 64"):
+    with pytest.raises(OctoPipeError, match="tokens of 128 experts, and a layer has 64; give"):
         setup.busiest_expert_rank(64)
 
 

@@ -72,7 +72,7 @@ def test_a_recomputed_prediction_layer_keeps_what_it_takes_from_both_sides() -> 
     plan = along_graph(one_stage_each((0, 1)), graph())
     found = costs().replace(activation_bytes=np.full(9, 9e6))
     stages = (*plan.stages[:4], Stage(first=LAYER, stop=9, rank=1, recompute=True))
-    kept = stage_memory(replace(plan, stages=stages), found).kept[4, 0]
+    kept = stage_memory(replace(plan, stages=stages), found).after_forward[4, 0]
     assert kept == 2e6  # the embedding's output and the last block's
 
 

@@ -100,7 +100,7 @@ def test_what_stages_hand_on_and_hold_is_the_sum_over_their_layers(seed: int) ->
             kept += sized(costs, costs.boundary_bytes, inputs, m)
             assert memory.activation[s, m] == pytest.approx(full)
             assert memory.stash[s, m] == pytest.approx(sized(costs, costs.stash_bytes, layers, m))
-            assert memory.kept[s, m] == pytest.approx(min(kept, full) if again else full)
+            assert memory.after_forward[s, m] == pytest.approx(min(kept, full) if again else full)
 
 
 @pytest.mark.parametrize("seed", range(24))

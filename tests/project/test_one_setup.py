@@ -207,8 +207,11 @@ def test_the_keywords_that_type_checkers_see_are_the_fields() -> None:
     assert script.FILE.read_text() == script.text(), "run python scripts/write_keywords.py"
 
 
-FIELD = """    colour: str = asked("grey", Choice(("grey", "blue")), part="training", words="the colour of the racks")
+FIELD = """    colour: str = setup_field(
+        "grey", Choice(("grey", "blue")), part="training", words="the colour of the racks"
+    )
 """
+NEXT_FIELD = "    samples: int | None = setup_field("
 USES = """
 import json, sys
 import octopipe
@@ -249,8 +252,8 @@ def test_a_new_field_is_one_edit(tmp_path: Path) -> None:
     )
     file = tmp_path / "octopipe" / "costs" / "cluster" / "setup.py"
     text = file.read_text()
-    assert text.count("    samples: int | None = asked(") == 1
-    file.write_text(text.replace("    samples: int | None = asked(", FIELD + "    samples: int | None = asked(", 1))
+    assert text.count(NEXT_FIELD) == 1
+    file.write_text(text.replace(NEXT_FIELD, FIELD + NEXT_FIELD, 1))
     done = subprocess.run(
         [sys.executable, "-c", USES], cwd=tmp_path, env={**_environment(), "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,

@@ -304,7 +304,7 @@ def test_inputs_are_copied_by_the_graph_or_before_its_launch_with_the_same_resul
     if not inside:
         monkeypatch.setattr(graph_memory, "graph_driver", lambda device: None)
     pipe = same(layers(Block, Block, Half, Block), plan(6))
-    nodes = [cell.graphs["F"].inputs.first_node() for cell in pipe.executor.program.cells if cell.first]
+    nodes = [cell.graphs["F"].inputs.first_node() for cell in pipe.executor.program.cells if cell.takes_batch]
     assert nodes and all((node is not None) == inside for node in nodes)
 
 

@@ -16,6 +16,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
 from octopipe.runtime.training.data.corpus import Corpus, Windows
 from octopipe.runtime.training.data.opening import Reading, look, open_source, read
+from octopipe.runtime.training.data.token_cache import Document, kept_corpus
 
 VOCAB = 300
 
@@ -213,10 +214,20 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path, tokenizer: Path) -> None
 def test_without_a_folder_of_ones_own_no_tokens_are_kept_where_others_write(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octopipe.runtime.training.data.kept.cache_folder", lambda: None)
+    monkeypatch.setattr("octopipe.runtime.training.data.token_cache.cache_folder", lambda: None)
     path = jsonl(tmp_path / "t.jsonl", {"text": words(1)})
     with pytest.raises(OctoPipeError, match="belongs to this user alone; set OCTOPIPE_CACHE_DIR"):
         read(str(path), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 31])
+def test_an_id_outside_of_int32_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    monkeypatch.setattr("octopipe.runtime.training.data.token_cache.cache_folder", lambda: tmp_path)
+    with pytest.raises(OctoPipeError, match=f"document 2 holds {wrong}, which is not a token id; write ids from 0"):
+        kept_corpus(
+            wrong, lambda: [Document([1, 2]), Document([3, wrong])], where="t", kind="text", whole=False,
+            tell=lambda words: None,
+        )  # fmt: skip
 
 
 def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Path, tokenizer: Path) -> None:

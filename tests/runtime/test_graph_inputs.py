@@ -203,12 +203,12 @@ def test_only_a_message_of_the_form_that_was_found_to_fit_is_not_looked_at_again
     cell = Cell(0, 0, False, False, False)
     known = Captured(Graph(HostGraph(), torch.device("cpu"), None), inputs, True, [value], None, None)
     known.learn(cell, value)
-    assert known.asked is None  # it came from this rank's own memory: nothing is said about the next
-    cell.asked = spec
+    assert known.input_message is None  # it came from this rank's own memory: nothing is said about the next
+    cell.input_message = spec
     known.learn(cell, (value,))
-    assert known.asked is None
+    assert known.input_message is None
     known.learn(cell, value)
-    assert known.asked is spec and known.node is inputs.first_node()
+    assert known.input_message is spec and known.node is inputs.first_node()
 
 
 def test_a_launch_that_fails_names_the_call_and_its_error() -> None:

@@ -114,7 +114,7 @@ def test_what_is_not_plain_is_refused_with_the_mend(value: Any) -> None:
 def test_a_value_inside_itself_is_refused() -> None:
     knot: list[Any] = []
     knot.append(knot)
-    with pytest.raises(OctoPipeError, match="nested in itself"):
+    with pytest.raises(OctoPipeError, match="contains itself"):
         encoded(knot)
 
 

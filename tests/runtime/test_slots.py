@@ -60,7 +60,7 @@ def test_cells_know_their_place_on_the_route_and_their_neighbours_on_the_rank(ma
     for (s, m), cell in cells.items():
         way = route(plan, m)
         at = way.index(s)
-        assert cell.first == (s == way[0]) and cell.last == (s == way[-1])
+        assert cell.takes_batch == (s == way[0]) and cell.computes_loss == (s == way[-1])
         assert cell.recomputes == (Op(s, "R", m) in all_ops(plan))
         assert cell.before is (cells.get((way[at - 1], m)) if at else None)
         assert cell.after is (cells.get((way[at + 1], m)) if at + 1 < len(way) else None)

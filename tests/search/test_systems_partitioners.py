@@ -178,7 +178,7 @@ def kept_bytes(costs: CostTable, first: int, stop: int, again: tuple[int, ...]) 
     recompute = [again if s == at else () for s in range(len(sizes))]
     plan = one_f_one_b_plan(costs.replace(rank_slowdown=()), len(sizes), len(sizes), sizes, recompute=recompute)
     memory = stage_memory(plan, costs)
-    return float((memory.kept if again else memory.activation)[at, 0])
+    return float((memory.after_forward if again else memory.activation)[at, 0])
 
 
 def test_adapipe_saves_the_best_set_of_layers() -> None:

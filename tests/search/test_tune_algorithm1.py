@@ -225,7 +225,7 @@ def test_orders_are_timed_and_priced_as_the_simulator_does(system: str, split: b
     memory, (forward, gradient) = stage_memory(plan, costs), hop_times(plan, costs)
     for ours, theirs in (
         (prices.ms, stage_times(plan, costs)), (prices.forward_ms, forward), (prices.gradient_ms, gradient),
-        (prices.kept, memory.kept), (prices.held, memory.activation), (prices.stash, memory.stash),
+        (prices.kept, memory.after_forward), (prices.held, memory.activation), (prices.stash, memory.stash),
         (prices.static, static_bytes(plan, costs)), (prices.work, workspace_bytes(plan, costs)),
     ):  # fmt: skip
         assert ours == pytest.approx(theirs)

@@ -14,7 +14,7 @@ from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.plans.written import plan_to_json
+from octopipe.plans.plan_json import plan_to_json
 from octopipe.search.offload import fitting, offloading, without_recomputing
 from octopipe.search.recompute import recomputing
 from octopipe.search.systems import build_plan

@@ -75,7 +75,10 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
     priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu)
     measured = profile.partial.get(1, profile.costs)
     if priced.num_layers != measured.num_layers:
-        raise OctoPipeError(f"{measured.num_layers} layers were measured and {priced.num_layers} are priced")
+        raise OctoPipeError(
+            f"{measured.num_layers} layers were measured, and the analytic model has {priced.num_layers}; profile a "
+            "preset or a config.json whose layers are priced one by one, or leave --against-analytic out"
+        )
     names: Sequence[str] = profile.about.get("layers") or list(priced.symbols)
     # Layers with the same name may differ (in their attention windows); their analytic time tells them apart.
     keys = [(name, round(float(priced.layer_ms[i]), 9)) for i, name in enumerate(names)]

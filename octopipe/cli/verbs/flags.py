@@ -7,11 +7,15 @@ Knows: argparse, and how a field of `Setup` becomes a flag. Does not know: which
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octopipe.costs.cluster.fields import Asked, Kind
+    from octopipe.costs.cluster.fields import Kind, SetupField
+
+OWN_DEFAULTS: Mapping[str, str] = MappingProxyType({})
+"""Of a verb whose flags all have the defaults of their fields."""
 
 
 def of_kind(kind: Kind) -> Callable[[str], Any]:
@@ -73,14 +77,16 @@ def flag_of(name: str) -> str:
 # -- the set-up -------------------------------------------------------------------------------------------------------
 
 
-def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
-    """Add the flag of one field. `says_default`: whether its help states the value used if the flag is not given."""
+def add_field(parser: Any, name: str, *, says_default: bool = True, default: str | None = None) -> None:
+    """Add the flag of one field. `says_default`: whether its help states the value used if the flag is not given.
+    `default`: that value, for a verb whose default is not the field's own."""
     from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
 
     how = flag_fields()[name]
     assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
-    words = how.words + (f" (default: {how.unless_given})" if says_default and how.unless_given else "")
+    value = default or how.unless_given
+    words = how.words + (f" (default: {value})" if says_default and value else "")
     more: dict[str, Any] = {"dest": destination(name, how), "help": words.replace("%", "%%"), "default": None}
     if isinstance(how.kind, YesNo):
         more["action"] = argparse.BooleanOptionalAction
@@ -96,18 +102,25 @@ def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
     parser.add_argument(*(flag_of(n) for n in names if n != "distributed_optimizer"), **more)
 
 
-def destination(name: str, how: Asked) -> str:
+def destination(name: str, how: SetupField) -> str:
     """Return the attribute in which argparse stores a field's flag."""
     return how.flag or name
 
 
-def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
-    """Add the flags of all fields in the named parts of the set-up, or in all parts."""
+def add_fields(
+    parser: Any,
+    *parts: Any,
+    without: tuple[str, ...] = (),
+    says_default: bool = True,
+    defaults: Mapping[str, str] = OWN_DEFAULTS,
+) -> None:
+    """Add the flags of all fields in the named parts of the set-up, or in all parts. `defaults`: by field, what a verb
+    does if the flag is not given, where that is not the field's own default."""
     from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
         if name not in without:
-            add_field(parser, name, says_default=says_default)
+            add_field(parser, name, says_default=says_default, default=defaults.get(name))
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, destination(name, how), None)
         if value is not None:
             # A file may be gone when the plan's costs are computed again, so its content is stored.
-            out[name] = how.kind.told(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
+            out[name] = how.kind.as_json(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
     return out
 
 
@@ -170,22 +183,25 @@ def add_length_arguments(parser: Any) -> None:
         how.add_argument(f"--{name}", dest="batching", action="store_const", const=name, help=words)
 
 
-def add_training_arguments(parser: Any) -> None:
-    """Add the flags for optimizer state, precision and activations."""
-    add_fields(parser, "training")
+def add_training_arguments(parser: Any, defaults: Mapping[str, str] = OWN_DEFAULTS) -> None:
+    """Add the flags for optimizer state, precision and activations. `defaults`: see `add_fields`."""
+    add_fields(parser, "training", defaults=defaults)
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
+def add_setting_arguments(
+    parser: argparse.ArgumentParser, *, split_backward: bool = True, defaults: Mapping[str, str] = OWN_DEFAULTS
+) -> None:
     """Add the flags for ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so it is not required.
 
-    `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden.
+    `split_backward`: whether users of the verb choose how the backward runs; otherwise the flag is hidden. `defaults`:
+    see `add_fields`.
     """
     group = parser.add_argument_group("set-up")
     add_fields(group, "size")
     add_hardware_arguments(group)
     add_batch_arguments(group)
     add_length_arguments(group)
-    add_training_arguments(group)
+    add_training_arguments(group, defaults)
     add_fields(group, "ranks")
     words = "split the backward into I and W (default: as the system was published)"
     parser.add_argument(

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in (*flag_fields("size"), "micro_batch_size"):
         add_field(group, name, says_default=False)
     group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
-    add_training_arguments(group)
+    add_training_arguments(parser.add_argument_group("training"), {"zero": "searched", "recompute": "auto"})
     group = parser.add_argument_group("the search")
     group.add_argument(
         "--for",
@@ -203,13 +203,13 @@ def run(args: argparse.Namespace) -> int:
                 margin=args.margin,
                 seed=args.seed,
                 say=None if status is None else status.update,
-                stop=lambda: stop.asked,
+                stop=lambda: stop.requested,
             )
         except DoesNotFitError as error:
             if not published:
                 raise
             unfit = str(error)
-    if published and not stop.asked:
+    if published and not stop.requested:
         return run_published(args, spec, base, gpus, fixed, published, found, unfit)
     assert found is not None
     best = found.best

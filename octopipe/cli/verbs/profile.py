@@ -19,11 +19,11 @@ from octopipe.cli.verbs.runnable import (
     add_encoder_arguments,
     add_kernel_arguments,
     add_precision_arguments,
+    code_words,
     frozen_layers,
     is_hf_config,
     model_of,
     needs_torch,
-    told,
 )
 from octopipe.cli.verbs.screen import LINE_EVERY_S
 from octopipe.cli.verbs.text import counted
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         about={
             "recipe": recipe,
             "optimizer": args.optimizer,
-            "model_code": told(work.spec),
+            "model_code": code_words(work.spec),
             "parameters": layer_parameters(work.spec),
         },
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octopipe.models.spec import ModelSpec
 
 OWN_LAYERS = "octopipe's own layers"
-"""What `told` says of them."""
+"""What `code_words` says of them."""
 
 
 def model_of(
@@ -221,11 +221,11 @@ def is_hf_config(name: str) -> bool:
     return not ours and any(key in file for key in ("model_type", "architectures"))
 
 
-def told(model: ModelSpec | HfModel) -> str:
+def code_words(model: ModelSpec | HfModel) -> str:
     """Return words on whose implementation of the layers runs."""
     from octopipe.models.spec import ModelSpec
 
-    return OWN_LAYERS if isinstance(model, ModelSpec) else model.told()
+    return OWN_LAYERS if isinstance(model, ModelSpec) else model.code_words()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octopipe.cli.verbs.common import print_json
 from octopipe.cli.verbs.runnable import frozen_layers, model_of, needs_torch
 from octopipe.cli.verbs.train_arguments import add_arguments
-from octopipe.cli.verbs.train_result import Screen, summary, tell
+from octopipe.cli.verbs.train_result import Screen, print_result, summary
 from octopipe.cli.verbs.train_sizes import DEFAULT_SEQ, check_model, loaded
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.runtime.training.logs import Logs
         from octopipe.runtime.training.train import train
     screen = Screen(job, quiet=args.json)
-    with Logs(args.log, tensorboard=args.tensorboard, wandb=args.wandb, about=told_about(job)) as logs, screen:
+    with Logs(args.log, tensorboard=args.tensorboard, wandb=args.wandb, about=log_header(job)) as logs, screen:
 
         def heard(news: Any) -> None:
             logs.show(news)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(summary(job, result))
     else:
-        tell(job, result, args)
+        print_result(job, result, args)
     if result.stopped_by:
         saved = f"saved {result.checkpoint}: --resume continues from it" if result.checkpoint else "nothing was saved"
         after = f" after step {result.reports[-1].step}" if result.reports else ""
@@ -263,7 +263,7 @@ def reading_from(args: argparse.Namespace) -> Reading:
     return reading
 
 
-def told_about(job: TrainJob) -> dict[str, Any]:
+def log_header(job: TrainJob) -> dict[str, Any]:
     """Return the run's settings for a log."""
     return {
         "model": job.spec.name, "nproc": job.nproc, "dp": job.dp, "seq": job.seq, "steps": job.steps,

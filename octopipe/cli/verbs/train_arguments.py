@@ -147,8 +147,8 @@ def _add_data_arguments(group: Any) -> None:
     group.add_argument(
         "--data",
         metavar="PATH",
-        help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx "
-        "(default: synthetic tokens)",
+        help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx; "
+        "models with a tower or an encoder: a folder of .npz samples (docs/encoders.md) (default: synthetic tokens)",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
     group.add_argument("--text-key", default="text", metavar="KEY", help="JSON key of the text (default: text)")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import console, named
 from octopipe.cli.verbs.numbers import predicted_numbers, without_contention_words
-from octopipe.cli.verbs.runnable import told
+from octopipe.cli.verbs.runnable import code_words
 from octopipe.cli.verbs.screen import LINE_EVERY_S
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
     predicted = result.predicted
     return {
         "model": result.plan.model or None,
-        "layers": told(job.spec),
+        "layers": code_words(job.spec),
         "system": result.plan.extra.get("system"),
         "parameters": result.parameters,
         "precision": job.mode.precision,
@@ -125,7 +125,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
     }
 
 
-def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
+def print_result(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     """Print the result of a run, the change of the loss first."""
     out = console()
     if not result.reports:
@@ -142,7 +142,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
             f"evaluation: loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f} after step "
             f"{evaluation.step}, {evaluation.tokens:,} tokens"
         )
-    out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
+    out.print(f"{named(job.spec.name)}: {code_words(job.spec)}", soft_wrap=True)
     batch = f"{job.num_micro_batches} micro-batches of {job.micro_batch_size} x {job.seq} tokens"
     if job.lengths:
         batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "

@@ -10,7 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.cli.verbs.runnable import OWN_LAYERS, told
+from octopipe.cli.verbs.runnable import OWN_LAYERS, code_words
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
@@ -84,7 +84,7 @@ def check_model(profile: Profile, spec: Any, where: str, device: str) -> None:
                     f"{where} was measured on another model: layer {layer} has {theirs:,} parameters there and "
                     f"{ours:,} in {spec.name}; profile this model"
                 )
-    code, mine = profile.about.get("model_code"), told(spec)
+    code, mine = profile.about.get("model_code"), code_words(spec)
     if isinstance(code, str) and (code == OWN_LAYERS) != (mine == OWN_LAYERS):
         raise OctoPipeError(f"{where} was measured on {code}, and this run has {mine}; profile these layers")
     recipe = profile.about.get("recipe")

@@ -27,7 +27,7 @@ from octopipe.cli.verbs.common import (
     whole_number,
 )
 from octopipe.cli.verbs.numbers import contended
-from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
+from octopipe.cli.verbs.tune_result import TuneOutput, gap_words, print_result, rivals, setup_of, summary
 
 if TYPE_CHECKING:
     from octopipe.search.tuner import Progress, TuneResult
@@ -60,7 +60,7 @@ def phase_list(text: str) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    add_setting_arguments(parser, split_backward=False)
+    add_setting_arguments(parser, split_backward=False, defaults={"recompute": "searched, stage by stage"})
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
     parser.add_argument(
         "--budget",
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         def show(p: Progress) -> bool:
             if status is not None and math.isfinite(p.best_ms):
                 status.update(progress_line(p))
-            return stop.asked
+            return stop.requested
 
         def search(target: str, budget_s: float) -> TuneResult:
             return tune(
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
 
         restricted = args.target != "octopipe"
         result = search(args.target, args.budget * (RESTRICTED_SHARE if restricted else 1.0))
-        if restricted and not stop.asked:
+        if restricted and not stop.requested:
             free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
             result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
     # Save the plan first, so that it is on disk even if showing it fails.
@@ -198,23 +198,23 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         save_plan(plan, args.output)
     timeline = simulate(plan, costs)
-    told = Told(
+    output = TuneOutput(
         result=result,
         timeline=timeline,
         setup=setup_of(costs, args.pp, micro_batches_from(args)),
         rate=costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
         model=args.model if resolve_spec(args.model) is not None else None,
         rivals=rivals(costs, args.pp, micro_batches_from(args), result),
-        output=args.output,
+        plan_file=args.output,
         target=args.target,
         contended=contended(plan, costs, args.model),
         predicts="P" in costs.symbols and costs.graph is None,
         forks=costs.graph is not None,
     )
     if args.json:
-        print_json(summary(told))
+        print_json(summary(output))
     else:
-        tell(told, console())
+        print_result(output, console())
     return stop.exit_code(0)
 
 

@@ -67,7 +67,7 @@ class Rivals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TuneOutput:
     """Everything that the output of `octopipe tune` is made from."""
 
     result: TuneResult
@@ -78,7 +78,7 @@ class Told:
     rivals: Rivals
     model: str | None
     """MODEL as given on the command line if it can be trained; None for a file of times."""
-    output: str | None
+    plan_file: str | None
     target: str = "octopipe"
     """The runtime that the plan was searched for."""
     contended: Timeline | None = None
@@ -173,11 +173,11 @@ def setup_of(costs: CostTable, num_ranks: int, num_micro_batches: int) -> dict[s
     }
 
 
-def summary(told: Told) -> dict[str, Any]:
+def summary(output: TuneOutput) -> dict[str, Any]:
     """Return the result as one JSON object, without the plan itself."""
-    result, timeline, other = told.result, told.timeline, told.rivals
+    result, timeline, other = output.result, output.timeline, output.rivals
     return {
-        "setup": told.setup,
+        "setup": output.setup,
         "step_ms": result.step_ms,
         "lower_bound_ms": result.lower_bound_ms,
         "bound": result.bound_name,
@@ -185,14 +185,14 @@ def summary(told: Told) -> dict[str, Any]:
         "gap": max(result.gap, 0.0),
         "optimal": result.optimal,
         "makespan_ms": timeline.makespan_ms,
-        **contended_numbers(told.contended),
+        **contended_numbers(output.contended),
         "baseline": other.baseline.numbers(result.step_ms),
         "baseline_split": other.baseline_split.numbers(result.step_ms),
         "best_system": {
             **(other.best.numbers(result.step_ms) if other.best else dict.fromkeys(("system", "step_ms", "speedup"))),
             "all_systems": other.complete,
         },
-        **told.rate,
+        **output.rate,
         "peak_memory_gib": list(timeline.peak_gib),
         "fits": timeline.fits,
         "hidden_share": result.hidden_share,
@@ -213,17 +213,17 @@ def summary(told: Told) -> dict[str, Any]:
     }
 
 
-def tell(told: Told, out: Console) -> None:
+def print_result(output: TuneOutput, out: Console) -> None:
     """Print the result."""
-    result, plan = told.result, told.result.plan
-    out.print(told.setup["words"], markup=False)
-    out.print(f"step {milliseconds(result.step_ms)}{after_words(told.timeline)}", markup=False)
-    for line in gain_lines(told):
+    result, plan = output.result, output.result.plan
+    out.print(output.setup["words"], markup=False)
+    out.print(f"step {milliseconds(result.step_ms)}{after_words(output.timeline)}", markup=False)
+    for line in gain_lines(output):
         out.print(f"  {line}", markup=False)
-    if told.contended is not None:
-        out.print(contended_words(told.contended), markup=False)
-    if (tokens := told.rate["tokens_per_gpu_per_second"]) is not None:
-        mfu = told.rate["mfu"]
+    if output.contended is not None:
+        out.print(contended_words(output.contended), markup=False)
+    if (tokens := output.rate["tokens_per_gpu_per_second"]) is not None:
+        mfu = output.rate["mfu"]
         used = f", {100 * mfu:.1f} % MFU" if mfu is not None else ""
         out.print(f"{tokens:,.0f} tokens/s per GPU{used}", markup=False)
     proven = "; proven to be the fastest of them" if result.optimal else ""
@@ -235,8 +235,8 @@ def tell(told: Told, out: Console) -> None:
     if result.mean_jittered_ms is not None:
         out.print(f"mean over jittered layer times {milliseconds(result.mean_jittered_ms)}")
     out.print(result.explanation, markup=False)
-    out.print(memory_line(told.timeline), markup=False)
-    if told.timeline.overlap.communications:
+    out.print(memory_line(output.timeline), markup=False)
+    if output.timeline.overlap.communications:
         out.print(
             f"transfers: {result.hidden_share:.0%} of sends and receives fully hidden behind computation, "
             f"{result.overlappable_share:.0%} at least in part",
@@ -259,21 +259,21 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"note: {note}", markup=False)
     if result.interrupted:
         out.print("interrupted: this is the best plan so far")
-    if told.output:
-        name = shlex.quote(told.output)
-        out.print(f"plan written to {told.output}", markup=False)
+    if output.plan_file:
+        name = shlex.quote(output.plan_file)
+        out.print(f"plan written to {output.plan_file}", markup=False)
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
-        if told.predicts:
+        if output.predicts:
             out.print(
                 "the plan counts the model's multi-token prediction as one layer, as Megatron-LM has it; for `octopipe "
                 "train --mtp`, tune with --mtp, or tune a profile (octopipe profile --mtp)",
                 markup=False,
             )
-        elif told.model is not None and told.target == "octopipe":
-            more = " --mtp" if told.forks else ""
-            out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}{more}", markup=False)
+        elif output.model is not None and output.target == "octopipe":
+            more = " --mtp" if output.forks else ""
+            out.print(f"      octopipe train {shlex.quote(output.model)} --plan {name}{more}", markup=False)
         # The text formats of other runtimes support neither copies of layers, nor forked paths, nor host memory.
-        target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
+        target = {"torch": "torch-csv", "megatron": "megatron"}.get(output.target, "torch-csv")
         out.print(
             f"      octopipe export {name} --to "
             f"{'perfetto' if plan.replicas() or plan.forks or plan.offloads else target}",
@@ -283,9 +283,9 @@ def tell(told: Told, out: Console) -> None:
         out.print("next: the same command with -o plan.json keeps the plan; then octopipe report plan.json")
 
 
-def gain_lines(told: Told) -> list[str]:
+def gain_lines(output: TuneOutput) -> list[str]:
     """Return one line per system, such as `1.52x the speed of 1F1B as published (1074.0 ms)`, with remarks."""
-    other, step_ms = told.rivals, told.result.step_ms
+    other, step_ms = output.rivals, output.result.step_ms
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
@@ -301,10 +301,10 @@ def gain_lines(told: Told) -> list[str]:
         lines[at] += f", {which}"
         return lines
     why = ""
-    if best.step_ms < step_ms and best.copies and not told.result.plans.copies:
+    if best.step_ms < step_ms and best.copies and not output.result.plans.copies:
         why = "; it holds layers on two ranks, which this search was not allowed (--copies allows it)"
-    elif best.step_ms < step_ms and told.target != "octopipe":
-        why = f"; {told.target} cannot run it"
+    elif best.step_ms < step_ms and output.target != "octopipe":
+        why = f"; {output.target} cannot run it"
     return [*lines, f"{_gain(best, step_ms)}, {which}{why}"]
 
 

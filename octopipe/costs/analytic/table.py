@@ -320,7 +320,10 @@ def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], li
     kinds, number = _kinds(spec.layers, pricing.setup.frozen, pricing.setup.offload_layers or 0)
     found = [priced(layer, pricing, state, offloaded) for layer, state, offloaded in kinds]
     if pricing.setup.lora is not None and not any(any(trained) for _, trained in found):
-        raise OctoPipeError(f"{spec.name} has no layer for adapters on {pricing.setup.lora_on}, so nothing is trained")
+        raise OctoPipeError(
+            f"{spec.name} has no layer for adapters on {pricing.setup.lora_on}, so nothing is trained; give lora_on "
+            "all, or leave lora out"
+        )
     return [found[k][0] for k in number], [found[k][1] for k in number]
 
 

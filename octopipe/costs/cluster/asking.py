@@ -12,22 +12,22 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
-from octopipe.costs.cluster.fields import Asked, NodeGroups, Part, fields_of
+from octopipe.costs.cluster.fields import NodeGroups, Part, SetupField, fields_of
 from octopipe.costs.cluster.setup import Setup
 
 
-def keyword_fields() -> dict[str, Asked]:
+def keyword_fields() -> dict[str, SetupField]:
     """Return the fields that users give by name: keywords of the package's functions, keys of a plan's "setting"."""
     return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
 
 
-def flag_fields(*parts: Part) -> dict[str, Asked]:
+def flag_fields(*parts: Part) -> dict[str, SetupField]:
     """Return the fields that have a flag, or only those of the given parts."""
     every = fields_of(Setup).items()
     return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
 
 
-def form_fields() -> dict[str, Asked]:
+def form_fields() -> dict[str, SetupField]:
     """Return the fields of a page's form: all that have a flag, except files of the machine that serves the page."""
     return {
         name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)

@@ -55,7 +55,7 @@ class Kind:
         """The value of a form input: as for a flag, except that files of the serving machine are not accepted."""
         return self.of_text(text)
 
-    def told(self, value: Any) -> Any:
+    def as_json(self, value: Any) -> Any:
         """The stored value as a JSON value."""
         return value
 
@@ -192,7 +192,7 @@ class LayerRanges(Kind):
     def of_text(self, text: str) -> str:
         return ranges_text(self._read_text("the text", text))
 
-    def told(self, value: tuple[tuple[int, int], ...]) -> str | None:
+    def as_json(self, value: tuple[tuple[int, int], ...]) -> str | None:
         return ranges_text(value) or None
 
 
@@ -224,7 +224,7 @@ class Numbers(Kind):
             raise OctoPipeError(f"{text[:40]}: every number must be > 0")
         return values
 
-    def told(self, value: tuple[float, ...]) -> list[float] | None:
+    def as_json(self, value: tuple[float, ...]) -> list[float] | None:
         return list(value) or None
 
 
@@ -247,7 +247,7 @@ class GpuName(Kind):
     def of_form(self, text: str) -> str:
         return gpu(text).name
 
-    def told(self, value: Gpu | None) -> str | dict[str, Any] | None:
+    def as_json(self, value: Gpu | None) -> str | dict[str, Any] | None:
         return None if value is None else gpu_record(value)
 
 
@@ -268,7 +268,7 @@ class StackName(Kind):
             raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(stack_names())}")
         return text
 
-    def told(self, value: Stack | None) -> str | dict[str, Any] | None:
+    def as_json(self, value: Stack | None) -> str | dict[str, Any] | None:
         return None if value is None else stack_record(value)
 
 
@@ -294,7 +294,7 @@ class NodeGroups(Kind):
     def of_form(self, text: str) -> str:
         raise OctoPipeError("the page does not read files of this machine; give the list of nodes")
 
-    def told(self, value: Nodes) -> list[dict[str, Any]] | None:
+    def as_json(self, value: Nodes) -> list[dict[str, Any]] | None:
         return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
 
 
@@ -328,7 +328,7 @@ class Lengths(Kind):
             return tuple(Lengths(self.depth - 1).read(f"{name}[{i}]", inner) for i, inner in enumerate(value))
         return tuple(Whole().read(f"{name}[{i}]", length) for i, length in enumerate(value))
 
-    def told(self, value: tuple[Any, ...]) -> list[Any] | None:
+    def as_json(self, value: tuple[Any, ...]) -> list[Any] | None:
         return [list(v) if isinstance(v, tuple) else v for v in value] or None
 
 
@@ -364,7 +364,7 @@ class Spread(Kind):
         except ValueError:
             return text
 
-    def told(self, value: tuple[float, ...]) -> list[float] | None:
+    def as_json(self, value: tuple[float, ...]) -> list[float] | None:
         return list(value) or None
 
 
@@ -391,7 +391,7 @@ def _is_list(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SetupField:
     """How a field is presented to users, besides its name and its default."""
 
     kind: Kind
@@ -422,7 +422,7 @@ class Asked:
         return self.kind.read(name, value)
 
 
-def of_text(name: str, how: Asked, text: str) -> Any:
+def of_text(name: str, how: SetupField, text: str) -> Any:
     """The value of a form input; errors name the field. Files of the serving machine are not accepted."""
     try:
         if isinstance(how.kind, GpuName):
@@ -434,16 +434,16 @@ def of_text(name: str, how: Asked, text: str) -> Any:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
 
 
-def asked(default: Any, kind: Kind, **more: Any) -> Any:
-    """Declare a field of `Setup` with its default, its type and the other fields of `Asked`."""
-    return dataclasses.field(default=default, metadata={"asked": Asked(kind=kind, **more)})
+def setup_field(default: Any, kind: Kind, **more: Any) -> Any:
+    """Declare a field of `Setup` with its default, its type and the other fields of `SetupField`."""
+    return dataclasses.field(default=default, metadata={"setup_field": SetupField(kind=kind, **more)})
 
 
-def fields_of(record: type) -> dict[str, Asked]:
-    """Every field of a record that is declared with `asked`, in order."""
+def fields_of(record: type) -> dict[str, SetupField]:
+    """Every field of a record that is declared with `setup_field`, in order."""
     return _fields_of(record)
 
 
 @cache
-def _fields_of(record: type) -> dict[str, Asked]:
-    return {f.name: f.metadata["asked"] for f in dataclasses.fields(record)}
+def _fields_of(record: type) -> dict[str, SetupField]:
+    return {f.name: f.metadata["setup_field"] for f in dataclasses.fields(record)}

@@ -131,7 +131,8 @@ def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
     """The GPUs of every pipeline rank."""
     if pp * gpus_per_stage > count_gpus(nodes):
         raise OctoPipeError(
-            f"{pp} ranks of {gpus_per_stage} GPUs need {pp * gpus_per_stage}; the cluster file has {count_gpus(nodes)}"
+            f"{pp} ranks of {gpus_per_stage} GPUs need {pp * gpus_per_stage}, and the cluster file has "
+            f"{count_gpus(nodes)}; lower pp, tp, cp or dp"
         )
     kinds: list[tuple[Gpu, int]] = []
     sizes: list[int] = []
@@ -172,6 +173,8 @@ def memory_bytes(ranks: Sequence[RankGpus], reserve_gib: float | None, default: 
     for rank in ranks:
         kept = default(rank.memory_gib) if reserve_gib is None else reserve_gib
         if kept >= rank.memory_gib:
-            raise OctoPipeError(f"reserve_gib {kept:g} leaves nothing of a {rank.gpu.name}'s {rank.memory_gib:g} GiB")
+            raise OctoPipeError(
+                f"reserve_gib {kept:g} leaves nothing of a {rank.gpu.name}'s {rank.memory_gib:g} GiB; reserve less"
+            )
         out.append((rank.memory_gib - kept) * GIB)
     return tuple(out)

@@ -65,7 +65,7 @@ class ItemCounts(Kind):
             raise OctoPipeError("the page does not read files of this machine; give numbers, separated by commas")
         return value
 
-    def told(self, value: tuple[float, ...]) -> list[float] | None:
+    def as_json(self, value: tuple[float, ...]) -> list[float] | None:
         return list(value) or None
 
 

@@ -32,8 +32,8 @@ from octopipe.costs.cluster.fields import (
     Whole,
     Words,
     YesNo,
-    asked,
     fields_of,
+    setup_field,
 )
 from octopipe.costs.cluster.file import node_gpus, used_gpus
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
@@ -68,20 +68,20 @@ class Setup:
     keys of JSON and plan files and the form of the web page are generated from these declarations (`fields.py`).
     """
 
-    gpu: Gpu | None = asked(
+    gpu: Gpu | None = setup_field(
         None, GpuName(), part="hardware", optional=True, on_page=True, also={"hardware": lambda given: given},
         words="GPU preset (`octopipe gpus`), or a TOML file of GPU, links, NICs and power limit (docs/cluster.md)",
         unless_given=DEFAULT_GPU,
     )  # fmt: skip
     """None: the costs were measured, and the file does not say on what."""
-    tp: int = asked(
+    tp: int = setup_field(
         1, Whole(), of_a_model=True, follows=True, on_page=True, words="tensor-parallel size",
         unless_given="the smallest that fits",
     )  # fmt: skip
     """GPUs a layer's matrices are split over."""
-    cp: int = asked(1, Whole(), of_a_model=True, words="context-parallel size", unless_given="1")
+    cp: int = setup_field(1, Whole(), of_a_model=True, words="context-parallel size", unless_given="1")
     """GPUs a sequence is split over."""
-    cp_kind: CpKind = asked(
+    cp_kind: CpKind = setup_field(
         "ring", Choice(get_args(CpKind)), part="training", of_a_model=True,
         words="with cp: exchange keys and values in a ring (ring), gather them (all-gather), divide heads instead "
         "(ulysses), or ulysses within a node and a ring between nodes (hierarchical)", unless_given="ring",
@@ -89,71 +89,71 @@ class Setup:
     """How the GPUs of one sequence obtain each other's keys and values: a ring that overlaps with attention; an
     all-gather before it; an all-to-all that divides heads instead of tokens; or such an all-to-all within a node and a
     ring between nodes."""
-    ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
+    ep: int = setup_field(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
-    etp: int | None = asked(
+    etp: int | None = setup_field(
         None, Whole(), of_a_model=True, optional=True,
         words="expert-tensor-parallel size: GPUs that the matrices of one expert are sharded over",
         unless_given="tp, or less if ep does not divide cp x dp",
     )  # fmt: skip
     """None: the tensor-parallel group, or fewer GPUs if ep does not divide cp * dp."""
-    pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
-    dp: int = asked(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
+    pp: int = setup_field(1, Whole(), is_keyword=False, words="pipeline ranks")
+    dp: int = setup_field(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
     """Number of data-parallel pipelines."""
-    hsdp: int = asked(
+    hsdp: int = setup_field(
         1, Whole(), of_a_model=True,
         words="copies of the state that ZeRO divides (HSDP): each copy is divided over dp x cp / hsdp GPUs",
         unless_given="1",
     )  # fmt: skip
     """Gradients are reduced inside a copy's GPUs first, then between the copies."""
-    micro_batch_size: int = asked(
+    micro_batch_size: int = setup_field(
         1, Whole(), part="batch", of_a_model=True, words="sequences per micro-batch", unless_given="1"
     )
     """Sequences per micro-batch."""
-    micro_batches: int | None = asked(
+    micro_batches: int | None = setup_field(
         None, Whole(), part="batch", optional=True, is_keyword=False, words="micro-batches per step",
         unless_given="2 x pp",
     )  # fmt: skip
     """Per pipeline and step; None: not decided yet."""
-    seq: int | None = asked(
+    seq: int | None = setup_field(
         DEFAULT_SEQ, Whole(), part="batch", optional=True, follows=True, on_page=True, words="tokens per sequence",
         unless_given=f"{DEFAULT_SEQ}, or what the file says",
     )  # fmt: skip
     """Tokens per sequence; None: the file of times does not say."""
-    images: tuple[float, ...] = asked(
+    images: tuple[float, ...] = setup_field(
         (), ItemCounts(), part="batch", of_a_model=True, also={"recordings": lambda given: given},
         words="models with a tower: images (or recordings) per sequence, one number, or one for every sequence of a "
         "pipeline's step as a list or a file", unless_given="1",
     )  # fmt: skip
     """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
-    encoder_seq: int | None = asked(
+    encoder_seq: int | None = setup_field(
         None, Whole(), part="batch", of_a_model=True, optional=True,
         words="models with a tower or an encoder: positions per image, recording or source text",
         unless_given="the model's",
     )  # fmt: skip
-    zero: int = asked(
+    zero: int = setup_field(
         1, Choice((0, 1, 2, 3)), part="training", of_a_model=True, also={"distributed_optimizer": int},
         words="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP)",
         unless_given="1",
     )  # fmt: skip
     """0: every replica holds all state; 1: optimizer state sharded (Megatron's distributed optimizer); 2: gradients
     too; 3: weights too (FSDP)."""
-    precision: Precision = asked(
+    precision: Precision = setup_field(
         "bf16", Choice(PRECISIONS), part="training", of_a_model=True, words="precision of matrix products",
         unless_given="bf16",
     )  # fmt: skip
-    gradients: Gradients | None = asked(
+    gradients: Gradients | None = setup_field(
         None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
         words="precision of gradients", unless_given="fp32; bf16 with fp8",
     )  # fmt: skip
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 if `precision` is not bf16."""
-    states: States = asked(
+    states: States = setup_field(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
         words="optimizer state: fp32 weights and moments, with bf16 moments, or bf16 moments only", unless_given="fp32",
     )  # fmt: skip
     """fp32: an fp32 weight and two fp32 moments; bf16-moments: an fp32 weight and bf16 moments (DeepSeek-V3); bf16:
     only bf16 moments, so that the optimizer updates bf16 weights."""
-    recompute: Recompute = asked(
+    recompute: Recompute = setup_field(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
         words="activations to recompute: cheap ones (selective), all (full), or as many as needed to fit (auto)",
         unless_given="none",
@@ -161,120 +161,120 @@ class Setup:
     """selective: recompute outputs of norms, of experts' activation functions and of latent up-projections
     (Megatron-LM's --recompute-modules layernorm moe_act mla_up_proj); full: recompute whole layers from their inputs,
     one at a time; auto: the least that fits of nothing, selective, some whole layers and all of them."""
-    recompute_layers: int | None = asked(
+    recompute_layers: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="with full: number of layers to recompute", unless_given="all",
     )  # fmt: skip
     """With full: this many layers, spread evenly over the model; the others keep their activations. None: all."""
-    sequence_parallel: bool = asked(
+    sequence_parallel: bool = setup_field(
         True, YesNo(), part="training", of_a_model=True, words="with tp: shard the residual stream too",
         unless_given="yes",
     )  # fmt: skip
     """With tp: norms and the residual stream are sharded over the group as well."""
-    imbalance: tuple[float, ...] = asked(
+    imbalance: tuple[float, ...] = setup_field(
         (), Spread(), part="training", of_a_model=True,
         words="uneven routing: tokens of the busiest expert rank over the mean, or a file with the tokens per expert",
         unless_given="1, even",
     )  # fmt: skip
     """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
-    nodes_per_token: int | None = asked(
+    nodes_per_token: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="node-limited routing: maximum number of nodes with experts of one token",
         unless_given="no limit",
     )  # fmt: skip
     """None: a token's experts may lie on any node."""
-    lora: int | None = asked(
+    lora: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="rank of low-rank adapters (LoRA) on the matrices of every block; all other weights are frozen",
         unless_given="none: weights are trained",
     )  # fmt: skip
     """None: no adapters, and every layer outside `frozen` is trained."""
-    lora_on: LoraOn = asked(
+    lora_on: LoraOn = setup_field(
         "all", Choice(get_args(LoraOn)), part="training", of_a_model=True,
         words="with lora: the matrices that have adapters, all of a block or those of attention alone",
         unless_given="all",
     )  # fmt: skip
-    frozen: tuple[tuple[int, int], ...] = asked(
+    frozen: tuple[tuple[int, int], ...] = setup_field(
         (), LayerRanges(), part="training", of_a_model=True, also={"freeze": lambda given: given},
         words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33, or `towers`",
     )  # fmt: skip
     """(first, last) of each range of layers without gradients and optimizer state."""
-    offload_optimizer: float = asked(
+    offload_optimizer: float = setup_field(
         0.0, Share(), part="training", of_a_model=True,
         words="share of the optimizer state that is kept in host memory and updated by the CPU, from 0 to 1",
         unless_given="0",
     )  # fmt: skip
     """A share of the optimizer state that a GPU would hold after ZeRO's sharding."""
-    offload_layers: int | None = asked(
+    offload_layers: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
         words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
         "pipeline and without recomputation",
         unless_given="none",
     )  # fmt: skip
     """None: all activations stay on the GPU."""
-    vocab_parallel: bool = asked(
+    vocab_parallel: bool = setup_field(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head sharded over all pipeline ranks",
         unless_given="no", has_flag=False,
     )  # fmt: skip
     """Embedding and head are priced as sharded over all pipeline ranks; `octopipe tune --cut-head` plans that."""
-    reserve_gib: float | None = asked(
+    reserve_gib: float | None = setup_field(
         None, Number(), part="training", optional=True, words="GiB kept free per GPU",
         unless_given="6 %, at least 1.5",
     )  # fmt: skip
     """Memory kept free on every GPU; None: 6 % of the GPU's memory, at least 1.5 GiB."""
-    memory_gib: tuple[float, ...] = asked(
+    memory_gib: tuple[float, ...] = setup_field(
         (), Numbers(), part="ranks", on_page=True, words="GiB usable per rank: one number, or one per rank",
         unless_given="the GPU's, less the reserve",
     )  # fmt: skip
     """Usable memory of each pipeline rank's GPUs, instead of the GPU's memory less the reserve."""
-    speeds: tuple[float, ...] = asked(
+    speeds: tuple[float, ...] = setup_field(
         (), Numbers(), part="ranks", also={"rank_speed": lambda given: given},
         words="relative speed per rank, e.g. 1,1,0.5,1",
     )  # fmt: skip
     """Relative speed per pipeline rank."""
-    p2p_ms: float | None = asked(
+    p2p_ms: float | None = setup_field(
         None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of its link's"
     )
     """Every transfer takes this long, instead of the time of its link."""
-    host_gb_per_s: float | None = asked(
+    host_gb_per_s: float | None = setup_field(
         None, Number(), part="ranks", optional=True, words="GB/s between a GPU and host memory, in each direction",
         unless_given="the GPU's",
     )  # fmt: skip
     """For offloaded activations; None: the rate of the GPU preset or of the profile."""
-    gpus_per_node: int | None = asked(
+    gpus_per_node: int | None = setup_field(
         None, Whole(), part="hardware", of_a_model=True, optional=True,
         words="GPUs on the fast links of a node", unless_given="the preset's",
     )  # fmt: skip
-    nodes: tuple[tuple[str, int, int], ...] = asked(
+    nodes: tuple[tuple[str, int, int], ...] = setup_field(
         (), NodeGroups(), part="hardware", of_a_model=True, flag="cluster", also={"cluster": lambda given: given},
         words="unequal nodes: a TOML or JSON file of [[nodes]]",
     )  # fmt: skip
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
-    stack: Stack | None = asked(
+    stack: Stack | None = setup_field(
         None, StackName(), part="hardware", of_a_model=True, optional=True,
         words="training stack whose rates are used (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
         unless_given="nvidia-2025",
     )  # fmt: skip
     """None: the rates of the default stack are used."""
-    micro_batch_lengths: tuple[tuple[int, ...], ...] = asked(
+    micro_batch_lengths: tuple[tuple[int, ...], ...] = setup_field(
         (), Lengths(2), part="batch", has_flag=False, words="the lengths of every micro-batch's sequences"
     )
     """For each micro-batch, the lengths of its sequences, which are padded to the longest or `packed`."""
-    packed: bool = asked(
+    packed: bool = setup_field(
         False, YesNo(), part="batch", has_flag=False, words="sequences of different length packed, not padded"
     )
-    tokens_per_pipeline: int | None = asked(
+    tokens_per_pipeline: int | None = setup_field(
         None, Whole(), part="batch", has_flag=False, optional=True,
         words="with lengths: mean number of tokens per pipeline",
     )  # fmt: skip
     """If other pipelines have fewer tokens than this one: the mean over all of them, for tokens per second."""
-    micro_batch_tokens: tuple[int, ...] = asked(
+    micro_batch_tokens: tuple[int, ...] = setup_field(
         (), Lengths(), part="batch", has_flag=False, words="per micro-batch, the common length of its sequences"
     )
-    samples: int | None = asked(None, Whole(), part="batch", optional=True, has_flag=False, is_keyword=False)
+    samples: int | None = setup_field(None, Whole(), part="batch", optional=True, has_flag=False, is_keyword=False)
     """Sequences per pipeline and step, if they differ in length; `seq` is then the length of the micro-batch that
     prices are relative to."""
-    batch: str | None = asked(None, Words(), part="batch", optional=True, has_flag=False, is_keyword=False)
+    batch: str | None = setup_field(None, Words(), part="batch", optional=True, has_flag=False, is_keyword=False)
     """A description of how micro-batches are made of these sequences."""
 
     def __post_init__(self) -> None:
@@ -298,11 +298,12 @@ class Setup:
         if self.offload_layers is not None and (self.pp > 1 or self.recompute not in ("none", "auto")):
             raise OctoPipeError(
                 "offload_layers is for one pipeline rank without recomputation, as Megatron-LM's "
-                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}"
+                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}: leave it out"
             )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
-                f"cp {self.cp} needs a sequence length divisible by 2 x cp (two slices per GPU); it is {self.seq}"
+                f"cp {self.cp} needs a seq divisible by 2 x cp (two slices per GPU), and it is {self.seq}; change one "
+                "of them"
             )
         if self.gpu is not None and self.gpu_memory_gib <= self.reserved_gib and not self.memory_gib:
             raise OctoPipeError(
@@ -379,7 +380,10 @@ class Setup:
         if len(self.imbalance) < 2:
             return self.imbalance[0] if self.imbalance and self.ep > 1 else 1.0
         if len(self.imbalance) != experts:
-            raise OctoPipeError(f"imbalance has the tokens of {len(self.imbalance)} experts; a layer has {experts}")
+            raise OctoPipeError(
+                f"imbalance has the tokens of {len(self.imbalance)} experts, and a layer has {experts}; give one "
+                "number per expert"
+            )
         return busiest_rank(self.imbalance, self.ep)
 
     @property
@@ -423,7 +427,7 @@ class Setup:
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values; `setup_from` reads it back."""
         return {
-            **{name: how.kind.told(getattr(self, name)) for name, how in fields_of(type(self)).items()},
+            **{name: how.kind.as_json(getattr(self, name)) for name, how in fields_of(type(self)).items()},
             "gpus": self.num_gpus,
             "global_batch": self.global_batch,
             "tokens_per_micro_batch": self.tokens_per_micro_batch,

@@ -63,8 +63,8 @@ def classic(config: Config, family: Classic) -> tuple[Layer, ...]:
     blocks = config.count("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if (width := config.size("word_embed_proj_dim", default=h)) != h:  # OPT-350M
         raise OctoPipeError(
-            f'{config.where}: "word_embed_proj_dim" is {width} beside "hidden_size" {h}: a table of words with '
-            "projections is not known here; `octopipe profile` measures the model itself"
+            f'{config.where}: "word_embed_proj_dim" is {width}, and "hidden_size" {h}: an embedding with '
+            "a projection has no analytic cost; `octopipe profile` measures the model itself"
         )
     bias = config.flag("attention_bias", "qkv_bias", "use_bias", "bias", default=family.attention_bias)
     mixer = Attention(

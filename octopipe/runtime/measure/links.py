@@ -76,7 +76,7 @@ def measure_overlap(
         clock = _Clock(device)
         for there, back in ends:
             if moving and world.rank == 0:
-                there.cell.sent = mover.send_forward(there, tensor, [True])
+                there.cell.output_message = mover.send_forward(there, tensor, [True])
                 mover.post(back)
             elif moving and world.rank == 1:
                 mover.post(there)
@@ -235,7 +235,7 @@ def _by_micro_batch(mine: RankProgram) -> list[tuple[Any, Any]]:
 def _ping(mover: Any, mine: RankProgram, tensor: torch.Tensor, device: torch.device) -> float:
     clock = _Clock(device)
     for there, back in _by_micro_batch(mine):
-        there.cell.sent = mover.send_forward(there, tensor, [True])
+        there.cell.output_message = mover.send_forward(there, tensor, [True])
         mover.post(back)
         tensor = mover.take_gradient(back)[0]
     return clock.stop_ms()

@@ -31,7 +31,7 @@ from octopipe.runtime.precision import (
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.wire.messages import Leaf
-from octopipe.runtime.wire.telling import told
+from octopipe.runtime.wire.telling import naming_lost_peers
 from octopipe.runtime.wire.transports.cuda_ipc import IpcTransport
 from octopipe.runtime.wire.transports.lanes import CudaLane, Lane
 from octopipe.simulation.lowering import Channel, lower
@@ -248,7 +248,7 @@ def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
 
 def barrier(world: World) -> None:
     if world.control is not None:
-        with told():
+        with naming_lost_peers():
             dist.barrier(world.control)
 
 

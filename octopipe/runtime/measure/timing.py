@@ -19,7 +19,7 @@ from torch import Tensor
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.measure.rounds import Rounds
 from octopipe.runtime.values import flatten
-from octopipe.runtime.wire.telling import told
+from octopipe.runtime.wire.telling import naming_lost_peers
 
 Floats = NDArray[np.float64]
 
@@ -93,5 +93,5 @@ def wait_all(group: dist.ProcessGroup | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if group is not None:
-        with told():
+        with naming_lost_peers():
             dist.barrier(group)

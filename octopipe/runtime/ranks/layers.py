@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
-from octopipe.runtime.given import check_built, check_factory
+from octopipe.runtime.arguments import check_built, check_factory
 from octopipe.runtime.ranks.loss_parts import held_tensors, loss_module
 from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.ranks.same_memory import refuse_shared_memory

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.runtime.ranks.world import World, backend_name, broadcast
-from octopipe.runtime.wire.telling import broadcast_value, receive_value, send_value, told
+from octopipe.runtime.wire.telling import broadcast_value, naming_lost_peers, receive_value, send_value
 
 BUCKET_BYTES = 25 << 20
 
@@ -44,7 +44,7 @@ class Owners:
     def spread(self) -> None:
         """Broadcast the values of every parameter from its owner (collective)."""
         running: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
-        with told():
+        with naming_lost_peers():
             for owner in range(self._world.num_replicas):
                 mine = owner == self.me
                 for bucket in _buckets([p for p in self._parameters if self._owner[p] == owner]):

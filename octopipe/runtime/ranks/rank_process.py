@@ -112,11 +112,11 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         import torch
         import torch.distributed as dist
 
-        from octopipe.runtime.wire.telling import moment, told
+        from octopipe.runtime.wire.telling import moment, naming_lost_peers
 
         torch.set_num_threads(start.threads)
         patience = timedelta(seconds=start.group_timeout_s)
-        with moment("while ranks met"), told(start.group_timeout_s):
+        with moment("while ranks met"), naming_lost_peers(start.group_timeout_s):
             store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
             dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
             all_here(store, start.size)
@@ -193,11 +193,11 @@ def _suppressed(finalize: Callable[[int], None]) -> None:
 
 
 def described(error: BaseException) -> str:
-    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACE=1 adds the
-    traceback."""
+    """An error as one line. An unexpected error also states where it was raised; OCTOPIPE_TRACEBACK=1
+    (or its former name OCTOPIPE_TRACE) prints the traceback."""
     from octopipe.runtime.wire.telling import peer_words
 
-    if os.environ.get("OCTOPIPE_TRACE"):
+    if any(os.environ.get(name, "") not in ("", "0") for name in ("OCTOPIPE_TRACEBACK", "OCTOPIPE_TRACE")):
         traceback.print_exception(error)
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, OctoPipeError):

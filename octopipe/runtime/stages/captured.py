@@ -19,7 +19,7 @@ from octopipe.runtime.stages.graph_launch import Graph
 class Captured:
     """The graph of one op with its inputs and outputs."""
 
-    __slots__ = ("asked", "form", "graph", "inputs", "needs", "node", "outputs", "then")
+    __slots__ = ("form", "graph", "input_message", "inputs", "needs", "node", "outputs", "then")
 
     def __init__(
         self, graph: Graph, inputs: Inputs, form: Any, outputs: list[Any], needs: list[bool] | None, then: Any
@@ -28,7 +28,7 @@ class Captured:
         """`form`: how the outputs are nested. `outputs`: views of the memory to which the graph writes them."""
         self.then = then
         """The function after the last layer, without its target."""
-        self.asked: Any = None
+        self.input_message: Any = None
         """For F: the form of a message whose value fits the graph. Messages of this form are not compared again."""
         self.node: CopyNode | None = None
         """For F: the copy of that value inside the graph. For I and B: that of a gradient that a transport delivers."""
@@ -39,9 +39,9 @@ class Captured:
         Done only for a single tensor without a function after the last layer. A transport delivers such a tensor
         contiguous and on its own device, so the form of the message determines it completely.
         """
-        if cell.asked is not None and isinstance(value, Tensor) and self.then is None and self.form is True:
+        if cell.input_message is not None and isinstance(value, Tensor) and self.then is None and self.form is True:
             self.node = self.inputs.first_node()
-            self.asked = None if self.node is None else cell.asked
+            self.input_message = None if self.node is None else cell.input_message
 
     def learn_gradients(self, cell: Cell) -> None:
         """Remember the copy of a gradient that a transport delivers: its form is that of the output, which is fixed."""

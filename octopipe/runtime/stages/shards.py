@@ -97,7 +97,8 @@ def cut_module(module: nn.Module, number: int, count: int, layer: int) -> nn.Mod
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse or module.padding_idx is not None:
             raise OctoPipeError(
-                f"layer {layer}: an Embedding with max_norm, padding_idx, sparse or scaling cannot be cut"
+                f"layer {layer}: an Embedding with max_norm, padding_idx, sparse or scaling cannot be cut; use a plan "
+                "with a whole embedding"
             )
         shard, start, whole = with_rows(module, "weight", number, count)
         return marked(EmbeddingRows(shard.weight, start), start, {"weight": whole})  # type: ignore[arg-type]
@@ -188,7 +189,8 @@ class MeanCrossEntropy:
             logits = lazy() if callable(lazy) else output
             if not isinstance(logits, Tensor):
                 raise OctoPipeError(
-                    f"the cut head returned a {type(logits).__name__}; a loss can be made of shards of logits alone"
+                    f"the cut head returned a {type(logits).__name__}, and a loss is computed from shards of logits; "
+                    "return the logits, or use a plan with a whole head"
                 )
             return partial_softmax(self.rows(logits, target), self.labels(target), start)
 

@@ -70,7 +70,10 @@ def to_huggingface(
     for k, name, value in _named(home, record, parts):
         old = seen.get(name)
         if old is not None and not torch.equal(old, value):
-            raise OctoPipeError(f"{shown(home)}: {name} has another value in layer {k} than before; it was not tied")
+            raise OctoPipeError(
+                f"{shown(home)}: {name} has two values, one of them in layer {k}, and {parts.class_name} ties it; "
+                "give the config the run was trained from"
+            )
         seen[name] = value if kind is None or not value.is_floating_point() else value.to(kind)
     missing = [name for name, _ in model.named_parameters() if name not in seen]
     if missing:
@@ -138,8 +141,8 @@ def _parts(source: str | os.PathLike[str], record: dict[str, Any], home: Path) -
     trained = str(record.get("model") or "").rsplit(" ", 1)[-1]
     if record.get("model") and trained != parts.class_name:
         raise OctoPipeError(
-            f"{shown(home)} is of {str(record['model'])[:80]}, not of {parts.class_name}; only runs of transformers' "
-            "models have a family's names"
+            f"{shown(home)} is of {str(record['model'])[:80]}, not of {parts.class_name}; --to huggingface is for "
+            "runs of that model: give its config, or use --to dcp"
         )
     return parts
 

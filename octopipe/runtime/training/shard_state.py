@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.stages.shards import rows_of_shard
-from octopipe.runtime.wire.telling import told
+from octopipe.runtime.wire.telling import naming_lost_peers
 
 
 def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -24,7 +24,7 @@ def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Ite
     if not cut:
         return contents
     mine = {content["layer"]: content for content in contents}
-    with told(pipe.timeout_s):
+    with naming_lost_peers(pipe.timeout_s):
         return _made_whole(pipe, cut, mine)
 
 

@@ -66,7 +66,7 @@ from octopipe.runtime.training.run_parts import (
 )
 from octopipe.runtime.training.shelf import choose, latest
 from octopipe.runtime.training.step_batches import step_batches
-from octopipe.runtime.wire.telling import moment, told
+from octopipe.runtime.wire.telling import moment, naming_lost_peers
 from octopipe.simulation.contention import predict
 
 Listener = Callable[[Phase | StepReport | EvalReport], None]
@@ -157,7 +157,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
     profile = None if job.profile is None else job.profile.checkpointing(work.checkpointed)
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
-        with moment("while layers and links were measured"), told(_patience_s(job)):
+        with moment("while layers and links were measured"), naming_lost_peers(_patience_s(job)):
             heard = lambda doing, _: seat.tell(Phase(text=f"measuring layers and links: {doing}"))  # noqa: E731
             profile = profile_workload(work, world, repeats=8, warm_up=2, tell=heard)
         # Such a short measurement cannot tell a slow rank from a busy moment, so ranks count as equal.
@@ -191,7 +191,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             cuda_graphs=job.replays,
         )
 
-    with moment("while the model was built"), told(_patience_s(job)):
+    with moment("while the model was built"), naming_lost_peers(_patience_s(job)):
         return _Run(job, seat, everyone, make_pipe, plan, profile)
 
 
@@ -327,10 +327,10 @@ class _Run:
             saves = job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0))
             if saves or last:
                 self._watch.settle()
-            with moment("while a checkpoint was finished"), told(_patience_s(job)):
+            with moment("while a checkpoint was finished"), naming_lost_peers(_patience_s(job)):
                 self._finish_saving(at_once=bool(saves) or last)
             if saves:
-                with moment(f"while step {step} was saved"), told(_patience_s(job)):
+                with moment(f"while step {step} was saved"), naming_lost_peers(_patience_s(job)):
                     self._save(step)
                     self._finish_saving(at_once=not job.async_save or last)
             if self._kept_aside is not None and (last or (job.eval_every and step % job.eval_every == 0)):

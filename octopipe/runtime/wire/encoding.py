@@ -42,7 +42,7 @@ def encoded(value: Any, aside: list[Tensor] | None = None) -> bytes:
     try:
         return msgspec.msgpack.encode(_packed(value, aside))
     except RecursionError:
-        raise OctoPipeError("a value that is nested in itself cannot be sent to another rank") from None
+        raise OctoPipeError("a value that contains itself cannot be sent to another rank; remove the cycle") from None
     except (ValueError, OverflowError) as error:  # msgpack has limits on sizes
         raise OctoPipeError(f"a value cannot be sent to another rank: {error}") from None
 

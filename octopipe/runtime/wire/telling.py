@@ -40,7 +40,7 @@ def gather_values(group: Any, item: Any) -> list[Any]:
     place = _place(group)
     data = torch.frombuffer(bytearray(encoded(item)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(group.size())]
-    with told():
+    with naming_lost_peers():
         group.allgather([sizes], [torch.tensor([data.numel()], device=place)]).wait()
         longest = max(int(n) for n in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=place)
@@ -55,7 +55,7 @@ def broadcast_value(group: Any, item: Any, root: int) -> Any:
     place, leads = _place(group), group.rank() == root
     mine = encoded(item) if leads else b""
     size = torch.tensor([len(mine)], device=place)
-    with told():
+    with naming_lost_peers():
         _broadcast(group, size, root)
         data = torch.empty(int(size), dtype=torch.uint8, device=place)
         if leads:
@@ -81,7 +81,7 @@ def send_value(group: Any, item: Any, to: int) -> None:
     """Send a value to a member of a gloo group; its tensors may have any size and are sent one by one."""
     tensors: list[Tensor] = []
     head = torch.frombuffer(bytearray(encoded(item, tensors)), dtype=torch.uint8)
-    with told():
+    with naming_lost_peers():
         for one in (torch.tensor([head.numel()]), head, *(_flat(t) for t in tensors if t.numel())):
             group.send([one], to, 0).wait()
 
@@ -89,7 +89,7 @@ def send_value(group: Any, item: Any, to: int) -> None:
 def receive_value(group: Any, source: int) -> Any:
     """Receive a value from a member of a gloo group, the counterpart of `send_value`."""
     size = torch.zeros(1, dtype=torch.int64)
-    with told():
+    with naming_lost_peers():
         group.recv([size], source, 0).wait()
         head = torch.empty(int(size), dtype=torch.uint8)
         group.recv([head], source, 0).wait()
@@ -106,7 +106,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def told(timeout_s: float | None = None) -> Iterator[None]:
+def naming_lost_peers(timeout_s: float | None = None) -> Iterator[None]:
     """A context that turns gloo's errors about a peer that died or does not answer into a `PeerError`, which states
     what the ranks were doing and what to do.
 

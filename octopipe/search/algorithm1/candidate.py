@@ -147,7 +147,7 @@ class Evaluator:
         forward, inward, weight, held, stash = np.ascontiguousarray(np.swapaxes(sums, 1, 2))
         again, kept = np.zeros_like(forward), held
         if any(s.recompute for s in stages):
-            kept = stage_memory(bare, self.costs).kept
+            kept = stage_memory(bare, self.costs).after_forward
             again = stage_times(bare, self.costs)[R] / self.slow[rank][:, None]
         ms = np.stack((forward, again, inward, weight, inward + weight)) * self.slow[rank][:, None]
         before, after = route_neighbours(bare)

@@ -71,8 +71,8 @@ def search_graph(
         chain = chain.replace(rank_memory_bytes=room)
     else:
         raise DoesNotFitError(
-            f"{costs.model}: plans fit while the layers are a chain, and none was found that also has room for what "
-            "its branches hand over; give more memory, or a smaller --micro-batch-size"
+            f"{costs.model}: no plan was found that has memory for the tensors that pass between the branches of its "
+            "path (without them, plans fit); give more memory, or a smaller --micro-batch-size"
         )
     best = fitting[0]
     before = best[1].step_ms

@@ -46,8 +46,8 @@ def check_cut(costs: CostTable) -> None:
     for layers, _ in costs.graph.shared:
         if 0 in layers and set(layers) & set(heads):
             raise OctoPipeError(
-                f"{costs.model}: its heads share their weight with the embedding, whose output forks and is not summed "
-                "from parts; leave --cut-head out"
+                f"{costs.model}: its heads share their weight with the embedding, and an embedding whose output forks "
+                "cannot be cut; leave --cut-head out"
             )
 
 

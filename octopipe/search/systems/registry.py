@@ -178,7 +178,7 @@ def build_plan(
     bad = {k for k in costs.not_repeatable() if any(k in stage.recomputed_layers for stage in plan.stages)}
     if bad:
         raise NotApplicableError(
-            f"{name}: it recomputes layer {min(bad)}, which did something else when it was run a second time in the "
+            f"{name}: it recomputes layer {min(bad)}, which gave another result when it ran a second time in the "
             "profile; use a system that does not recompute"
         )
     return along_graph(plan.with_extra(system=name).check(name), graph)

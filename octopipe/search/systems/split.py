@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from octopipe.base.compile import njit
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import B, F, I, Op, Plan, R, W
-from octopipe.plans.price import boundary_bytes, hop_times, prices_kept, stage_memory, stage_times
+from octopipe.plans.price import boundary_bytes, hop_times, prices_cached, stage_memory, stage_times
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.simulation.timing import handed_over
@@ -57,7 +57,7 @@ def split_backward(plan: Plan, costs: CostTable) -> Plan:
     """
     if plan.pairs or not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
-    with prices_kept():  # only orders differ between the candidates
+    with prices_cached():  # only orders differ between the candidates
         return _split(plan, costs)
 
 
@@ -197,7 +197,7 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
 def _activations(plan: Plan, costs: CostTable) -> tuple[Floats, Floats, Floats, bool]:
     memory = stage_memory(plan, costs)
     if memory.activation.any():
-        return memory.activation, memory.kept, memory.stash, True
+        return memory.activation, memory.after_forward, memory.stash, True
     units = np.array([[float(s.num_layers)] for s in plan.stages]) * np.ones((1, plan.num_micro_batches))
     kept = units - np.array([[float(len(s.recomputed_layers))] for s in plan.stages])
     return units, kept, units, False

@@ -91,12 +91,12 @@ def tune(
     plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head, offloads=offload)
     bound_name, bound = lower_bound(*setting, *plans)
     began = time.monotonic()
-    asked = _Asked(
+    options = _Options(
         method=method, target=target, phases=phases, robust=robust, copies=copies, cut_head=cut_head, offload=offload
     )
     common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
     common |= {"progress": progress, "iterations": iterations}
-    found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
+    found, solved, more = _searched(setting, options, common, workers=workers, lower_bound_ms=bound)
     notes += more
     hide = None if target == "megatron" else partial(_hide, costs=costs, budget_s=budget_s, iterations=iterations)
     found, chosen, timeline, mean_ms = _finished(found, costs, robust=robust, seed=seed, hide=hide)
@@ -158,7 +158,7 @@ def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool
 
 
 def _search_graph(
-    setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
+    setting: tuple[CostTable, int, int], options: _Options, common: dict[str, Any], *, workers: int | None,
     lower_bound_ms: float,
 ) -> tuple[Found, list[str]]:  # fmt: skip
     """A plan whose paths fork where the layers do (`graphs/branches.py`), and notes of the search for chains."""
@@ -166,8 +166,8 @@ def _search_graph(
     from octopipe.search.graphs.cut_branches import search_cut
 
     costs, num_ranks, num_micro_batches = setting
-    check_graph(costs, asked.target, common["start"])
-    notes, plain = list[str](), asked._replace(cut_head=False, offload=False)
+    check_graph(costs, options.target, common["start"])
+    notes, plain = list[str](), options._replace(cut_head=False, offload=False)
     how = {"seed": common["seed"], "counted": common["iterations"] is not None}
 
     def search(prices: CostTable, seconds: float, *, bare: bool = False) -> Found:
@@ -182,10 +182,10 @@ def _search_graph(
 
         return search_graph(prices, num_ranks, budget_s=seconds, search_chain=search_chain, **how)
 
-    if asked.offload:
+    if options.offload:
         found, words = _with_host_memory(setting, common, search)
         return found, [words]
-    if asked.cut_head:
+    if options.cut_head:
         found, whole_ms = search_cut(
             costs, num_ranks, budget_s=common["budget_s"], search=search, search_bare=partial(search, bare=True), **how
         )
@@ -218,7 +218,7 @@ def _what_may_be(
     unlike = costs.not_repeatable()
     if start is not None and any(k in stage.recomputed_layers for k in unlike for stage in start.stages):
         raise OctoPipeError(
-            f"the plan to start from recomputes layer {unlike[0]}, which did something else when it was run a second "
+            f"the plan to start from recomputes layer {unlike[0]}, which gave another result when it ran a second "
             "time in the profile; start from a plan that does not"
         )
     if recompute and unlike:
@@ -226,11 +226,11 @@ def _what_may_be(
         recompute = method == "best" and len(unlike) < costs.num_layers
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
         what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
-        notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
+        notes.append(f"{what} is recomputed: {which} gave another result when it ran a second time in the profile")
     return recompute, copies, notes
 
 
-class _Asked(NamedTuple):
+class _Options(NamedTuple):
     """The options of `tune` that select a search."""
 
     method: Method
@@ -243,15 +243,15 @@ class _Asked(NamedTuple):
 
 
 def _searched(
-    setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
+    setting: tuple[CostTable, int, int], options: _Options, common: dict[str, Any], *, workers: int | None,
     lower_bound_ms: float,
 ) -> tuple[Found, Solved | None, list[str]]:  # fmt: skip
     """Run the selected search. Returns what it found, what the solver proved (if it ran), and notes for the user."""
     costs, notes = setting[0], list[str]()
     if costs.graph is not None:
-        found, notes = _search_graph(setting, asked, common, workers=workers, lower_bound_ms=lower_bound_ms)
+        found, notes = _search_graph(setting, options, common, workers=workers, lower_bound_ms=lower_bound_ms)
         return found, None, notes
-    if asked.method == "exact":
+    if options.method == "exact":
         solved = solve(*setting, workers=workers, **common)
         if costs.exchanges:
             notes.append(
@@ -260,24 +260,24 @@ def _searched(
             )
         return solved.found, solved, notes
     common = common | {"lower_bound_ms": lower_bound_ms}
-    if asked.target == "megatron":
+    if options.target == "megatron":
         del common["recompute"]
         return FixedSchedules(*setting, **common).run(), None, notes
-    if asked.method == "best":
-        pairs = costs.exchanges and asked.target == "octopipe"
-        common |= {"workers": workers, "copies": asked.copies}
-        jitter = SETTINGS.jitter if asked.robust else 0.0
-        if asked.offload:
+    if options.method == "best":
+        pairs = costs.exchanges and options.target == "octopipe"
+        common |= {"workers": workers, "copies": options.copies}
+        jitter = SETTINGS.jitter if options.robust else 0.0
+        if options.offload:
             found, words = _with_host_memory(
                 setting, common, lambda prices, s: Search(prices, *setting[1:], **(common | {"budget_s": s})).run()
             )
             return found, None, [words]
-        found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
+        found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=options.cut_head)
         if whole_ms is not None:
             notes.append(_cut_words(found.plan, found.timeline.step_ms, whole_ms))
         return found, None, notes
-    search = IterativeSearch if asked.method == "octopipe" else RandomSearch
-    return search(*setting, phases=asked.phases, **common).run(), None, notes
+    search = IterativeSearch if options.method == "octopipe" else RandomSearch
+    return search(*setting, phases=options.phases, **common).run(), None, notes
 
 
 def _with_host_memory(

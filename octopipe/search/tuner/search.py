@@ -83,7 +83,7 @@ class Search:
         self.max_stages = min(costs.num_layers, most)
         self.stop = threading.Event()
         """Set when the search must end: a bound was reached, or the progress callback asked for it."""
-        self.asked = False
+        self.stopped_by_caller = False
         self.lock = threading.RLock()
         self.log: list[Step] = []
         self.untold: dict[int, list[tuple[int, str, str, float, float]]] = {}
@@ -142,7 +142,7 @@ class Search:
             self._halt()
         finally:
             sys.setswitchinterval(interval)
-        if interrupted or self.asked:
+        if interrupted or self.stopped_by_caller:
             # Whoever asked does not wait for a system that is being built, nor for plans that take long to simulate.
             cells = self.problem.ranks * self.problem.micro_batches
             if self.plan_s < POLL_S and cells <= HANDED_OVER_CELLS:
@@ -156,7 +156,7 @@ class Search:
         if self.best_plan is None or self.best_timeline is None:
             if interrupted:
                 raise KeyboardInterrupt
-            if self.asked:
+            if self.stopped_by_caller:
                 raise StoppedError("the search was stopped before it found a first plan; give it more time")
             raise does_not_fit_error(self.costs, self.problem.ranks, self.may_recompute)
         return Found(
@@ -164,7 +164,7 @@ class Search:
             timeline=self.best_timeline,
             iterations=self.judged,
             log=self.log,
-            interrupted=interrupted or self.asked,
+            interrupted=interrupted or self.stopped_by_caller,
             phase_iterations=self.phase_counts,
             finalists=self._finalists(),
             systems=self.systems,
@@ -292,7 +292,7 @@ class Search:
         for task in tasks:
             task.result()
         self._tell_in_turn()
-        if not self.asked:
+        if not self.stopped_by_caller:
             self._gather(reserve=True)
             self._report()
 
@@ -434,7 +434,7 @@ class Search:
             self.elapsed(), self.budget_s, self.judged, phase, best, self.lower_bound_ms, parts, self.best_plan
         )
         if self.progress(seen) is True:
-            self.asked = True
+            self.stopped_by_caller = True
             self._halt()
 
     def _halt(self) -> None:

@@ -60,14 +60,20 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
-        raise OctoPipeError("Megatron-LM supports one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError(
+            "Megatron-LM supports one chain of stages, and this plan's paths fork or join; run it with `octopipe "
+            "train`, or plan without --mtp and --cut-head"
+        )
     if plan.offloads:
         raise OctoPipeError(
             "Megatron-LM's layout flags cannot express activations in host memory, which this plan needs to fit; run "
             "it with `octopipe train`, or plan without --offload"
         )
     if len(plan.routes) > 1:
-        raise OctoPipeError(f"Megatron-LM supports one chain of stages; this plan has {len(plan.routes)} routes")
+        raise OctoPipeError(
+            f"Megatron-LM supports one chain of stages, and this plan has {len(plan.routes)} routes (layers held "
+            "twice); run it with `octopipe train`, or tune with --no-copies"
+        )
     pp, pieces = plan.num_ranks, _merged(plan)
     notes = []
     if len(pieces) < len(plan.stages):
@@ -172,13 +178,18 @@ def _text(plan: Plan, symbols: str, pieces: Sequence[Piece], slots: Sequence[int
     if symbols[0] != "E" or symbols[-1] != "L" or not set(inner) <= set(HYBRID):
         unknown = sorted(set(inner) - set(HYBRID) - set(BLOCKS))
         raise OctoPipeError(
-            f"Megatron-LM's layout strings have no word for layers {' '.join(unknown) or 'of both kinds together'}"
+            f"Megatron-LM's layout strings have no letter for layers {' '.join(unknown) or 'of both kinds together'}; "
+            f"{_OTHERWISE}"
         )
     if "*" in inner and "@" in inner:
-        raise OctoPipeError("Megatron-LM's hybrid patterns take plain (*) or latent (+) attention, not both")
+        raise OctoPipeError(
+            f"Megatron-LM's hybrid patterns take plain (*) or latent (+) attention, not both; {_OTHERWISE}"
+        )
     pattern = _depth_pattern(plan) if depths else ""
     if depths and not all(c == "P" for c in cells[-1][-1 - depths : -1]):
-        raise OctoPipeError("Megatron-LM keeps prediction layers in a hybrid's last stage; this plan does not")
+        raise OctoPipeError(
+            f"Megatron-LM keeps prediction layers in a hybrid's last stage, and this plan does not; {_OTHERWISE}"
+        )
     cells[0] = cells[0][1:]
     cells[-1] = cells[-1][: len(cells[-1]) - 1 - depths]
     stages = tuple("".join(HYBRID[c] for c in cell) for cell in cells)
@@ -190,7 +201,10 @@ def _depth_pattern(plan: Plan) -> str:
     known = plan.extra.get("megatron")
     text = known.get("--hybrid-layer-pattern") if isinstance(known, dict) else None
     if not isinstance(text, str):
-        raise OctoPipeError("a hybrid pattern names the layers of a prediction depth; the plan does not know them")
+        raise OctoPipeError(
+            "a hybrid pattern names the layers of every prediction depth, which this plan does not store; export a "
+            "plan made by `octopipe import` from your own pattern"
+        )
     return read_hybrid(text).depth_pattern
 
 
@@ -199,7 +213,9 @@ def _check_predictions(text: MegatronText, pp: int) -> None:
         return
     at = [k for k, stage in enumerate(text.stages) if "m" in stage]
     if len(at) > 1:
-        raise OctoPipeError("Megatron-LM wants all multi-token prediction in one stage; this plan has it in two")
+        raise OctoPipeError(
+            f"Megatron-LM wants all multi-token prediction in one stage, and this plan has it in two; {_OTHERWISE}"
+        )
     if at[0] < len(text.stages) - pp or (pp > 1 and at[0] % pp == 0):
         raise OctoPipeError(
             "Megatron-LM wants multi-token prediction in the last stage of its rank, and not on the first rank; "

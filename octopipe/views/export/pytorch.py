@@ -51,7 +51,10 @@ def torch_order(plan: Plan) -> TorchOrder:
     """Return the plan in PyTorch's terms; raise OctoPipeError with the reason if PyTorch cannot run it."""
     plan.check()
     if plan.forks:
-        raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError(
+            "PyTorch's schedules support one chain of stages, and this plan's paths fork or join; run it with "
+            "`octopipe train`, or plan without --mtp and --cut-head"
+        )
     if plan.offloads:
         raise OctoPipeError(
             "PyTorch's pipeline runtime does not offload activations to host memory, which this plan needs to fit; run "

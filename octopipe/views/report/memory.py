@@ -81,7 +81,7 @@ def memory_model(plan: Plan, costs: CostTable, pack: Packer) -> dict[str, Any] |
 
     return {
         "class_of_micro_batch": pack.integers(class_of),
-        "kept": by_class(memory.kept),
+        "kept": by_class(memory.after_forward),
         "activation": by_class(memory.activation),
         "stash": by_class(memory.stash),
         "out": by_class(out),

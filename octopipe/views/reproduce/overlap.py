@@ -15,7 +15,7 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.plans.price import prices_kept
+from octopipe.plans.price import prices_cached
 from octopipe.simulation.hide_transfers import with_op_moved
 from octopipe.simulation.lowering import Channel, Program, lower
 from octopipe.simulation.simulator import makespan_ms, simulate
@@ -67,7 +67,7 @@ def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, 
     A random walk moves one op of one rank at a time and keeps every order in which no less overlaps.
     """
     dice = random.Random(seed)
-    with prices_kept():
+    with prices_cached():
         limit_ms = makespan_ms(plan, costs) * (1.0 + slack) * (1.0 + ROUNDING)
         best, share = plan, share_of(plan, costs)
         for _ in range(moves):

@@ -83,7 +83,7 @@ def run_parts(
             # An interrupted search returns its best plan so far, which must not count as the result of this part.
             with StopRequest(grace_s=0.0) as stop:
                 result = part.run(bench)
-            stop.raise_if_asked()
+            stop.raise_if_requested()
             finished = Finished(part=part, result=result, reused=False, plans=tuple(sorted(bench.asked)))
             _keep(finished, options, folder)
         out.append(finished)

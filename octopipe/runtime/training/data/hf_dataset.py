@@ -14,9 +14,9 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data.corpus import Corpus
-from octopipe.runtime.training.data.kept import Document, Tell, kept_corpus
 from octopipe.runtime.training.data.records import PAIR, documents_of, fields_of, notes_of, texts_of
 from octopipe.runtime.training.data.source import IGNORED
+from octopipe.runtime.training.data.token_cache import Document, Tell, kept_corpus
 from octopipe.runtime.training.data.tokenizer import INSTALL, Tokenizer
 
 ROWS = 1000
@@ -89,7 +89,10 @@ def _ready(rows: Any, fields: tuple[str, ...], where: str) -> Iterator[Document]
         if not isinstance(labels, list) or len(labels) != len(ids):
             raise OctoPipeError(f"{where} row {number}: labels are not as many as input_ids; give one label per token")
         if any(label not in (i, IGNORED) for i, label in zip(ids, labels)):
-            raise OctoPipeError(f"{where} row {number}: a label is neither {IGNORED} nor the token at its place")
+            raise OctoPipeError(
+                f"{where} row {number}: a label is neither {IGNORED} nor the token at its place; do not shift labels, "
+                "training does that"
+            )
         yield Document(ids, [label != IGNORED for label in labels])
 
 

@@ -63,7 +63,10 @@ def read_megatron(path: str | os.PathLike[str], *, dtype: str | None = None) -> 
         raise OctoPipeError(f"{where}: not the index of a Megatron dataset; remove it if the .bin is bare ids")
     version, code, sequences, entries = _HEADER.unpack_from(data, len(MAGIC))
     if version != 1:
-        raise OctoPipeError(f"{where}: version {version}; version 1 is read")
+        raise OctoPipeError(
+            f"{where}: its format has version {version}, and version 1 is read; write the dataset with Megatron's "
+            "preprocess_data"
+        )
     kind = _DTYPES.get(code)
     if kind is None:
         raise OctoPipeError(f"{where}: type code {code} is not an integer type; write the dataset again")

@@ -17,10 +17,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data import hf_dataset, megatron_file, text, token_file
 from octopipe.runtime.training.data.corpus import Corpus, Windows
-from octopipe.runtime.training.data.kept import Tell
 from octopipe.runtime.training.data.samples import Samples, is_samples
 from octopipe.runtime.training.data.source import Source
 from octopipe.runtime.training.data.synthetic import SyntheticTokens
+from octopipe.runtime.training.data.token_cache import Tell
 from octopipe.runtime.training.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

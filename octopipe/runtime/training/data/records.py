@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.training.data.kept import Document
+from octopipe.runtime.training.data.token_cache import Document
 from octopipe.runtime.training.data.tokenizer import Tokenizer
 
 PAIR = ("prompt", "completion")

@@ -19,8 +19,8 @@ import msgspec
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data.corpus import Corpus
-from octopipe.runtime.training.data.kept import Tell, kept_corpus
 from octopipe.runtime.training.data.records import PAIR, documents_of, fields_of, notes_of, texts_of
+from octopipe.runtime.training.data.token_cache import Tell, kept_corpus
 from octopipe.runtime.training.data.tokenizer import Tokenizer
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")

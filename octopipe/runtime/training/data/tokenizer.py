@@ -96,7 +96,9 @@ def _parsed(data: bytes, where: str) -> Any:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises a bare Exception
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{where}: not a tokenizer of the tokenizers library ({why})") from None
+        raise OctoPipeError(
+            f"{where}: not a tokenizer of the tokenizers library ({why}); write it with save_pretrained"
+        ) from None
 
 
 def _of_transformers(folder: Path, where: str) -> Any:
@@ -110,4 +112,6 @@ def _of_transformers(folder: Path, where: str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         why = " ".join(str(error).split())[:160]
-        raise OctoPipeError(f"{where}: transformers cannot load its tokenizer ({why})") from None
+        raise OctoPipeError(
+            f"{where}: transformers cannot load its tokenizer ({why}); give another --tokenizer"
+        ) from None

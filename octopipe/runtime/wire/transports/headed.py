@@ -150,7 +150,7 @@ class HeadedTransport(Transport):
         end.expected = () if late else leaves
 
     def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
-        asked = slot.cell.asked
+        asked = slot.cell.input_message
         if asked is not None:
             gradients = [g for g, wanted in zip(gradients, asked.wanted) if wanted]
         ready = [None if g is None else self._ready(g) for g in gradients]
@@ -179,8 +179,8 @@ class HeadedTransport(Transport):
             )
         for k, gradient in enumerate(gradients):
             if gradient is None:
-                assert slot.cell.asked is not None
-                gradient = self._nothing(slot.cell.asked.asking[k])
+                assert slot.cell.input_message is not None
+                gradient = self._nothing(slot.cell.input_message.asking[k])
             if gradient.nbytes:
                 end.works.append(self._send_body(slot, gradient))
                 end.bodies.append(gradient)
@@ -189,8 +189,8 @@ class HeadedTransport(Transport):
         """Send gradients through shared memory, as far as they fit: the message in the box comes first and states which
         exist."""
         end: End = slot.state
-        leaves = [0 if g is None else g.nbytes for g in gradients] if slot.cell.asked is None else (
-            [leaf.nbytes for leaf in slot.cell.asked.asking]
+        leaves = [0 if g is None else g.nbytes for g in gradients] if slot.cell.input_message is None else (
+            [leaf.nbytes for leaf in slot.cell.input_message.asking]
         )  # fmt: skip
         if _rides(leaves):
             only = gradients[0]
@@ -210,8 +210,8 @@ class HeadedTransport(Transport):
                 end.works.append(self._send_body(slot, gradient))
                 end.bodies.append(gradient)
             elif nbytes:  # the receiver has posted a receive for it
-                assert slot.cell.asked is not None
-                end.works.append(self._send_filler(slot, slot.cell.asked.asking[k]))
+                assert slot.cell.input_message is not None
+                end.works.append(self._send_filler(slot, slot.cell.input_message.asking[k]))
 
     def release(self, slot: Slot) -> None:
         end: End = slot.state
@@ -235,7 +235,7 @@ class HeadedTransport(Transport):
                 self.delivery.post_header(slot)
                 leaves: Sequence[Leaf] = end.expected
             else:
-                leaves = slot.cell.sent.asking
+                leaves = slot.cell.output_message.asking
                 box = self.delivery.gradient_box(end, len(leaves))
                 if box is not None:
                     end.works.append(box)
@@ -307,7 +307,7 @@ class HeadedTransport(Transport):
 
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
         end: End = slot.state
-        sent = slot.cell.sent
+        sent = slot.cell.output_message
         box = self.delivery.gradient_box(end, len(sent.asking))
         if box is not None:
             found = self._from_mail(slot, box, sent.asking)

@@ -37,7 +37,7 @@ class OrderedTransport(HeadedTransport):
 
     def post(self, slot: Slot) -> None:
         held = self._held.get(slot.peer)
-        if held or not (slot.forward or slot.cell.sent is not None):
+        if held or not (slot.forward or slot.cell.output_message is not None):
             self._held.setdefault(slot.peer, deque()).append(slot)
         else:
             super().post(slot)
@@ -46,8 +46,8 @@ class OrderedTransport(HeadedTransport):
         spec = super().send_forward(slot, value, needs)
         held = self._held.get(slot.peer)
         if held:
-            slot.cell.sent = spec
-            while held and (held[0].forward or held[0].cell.sent is not None):
+            slot.cell.output_message = spec
+            while held and (held[0].forward or held[0].cell.output_message is not None):
                 super().post(held.popleft())
         return spec
 

@@ -113,7 +113,7 @@ class StrictTransport(Transport):
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:
         # The form is set immediately, because the gradient slot may be ahead of this send in a queue.
         spec = self._inner.spec_of(value, needs)
-        slot.cell.sent = spec
+        slot.cell.output_message = spec
         self._issue(slot, lambda: self._inner.send_forward(slot, value, needs))
         return spec
 

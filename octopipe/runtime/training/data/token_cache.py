@@ -97,8 +97,10 @@ def _write(home: Path, key: str, documents: Iterable[Document], where: str, tell
                     continue
                 largest = max(largest, int(row.max()))
                 if row.min() < 0 or largest >= 1 << 31:
+                    wrong = int(row.min()) if row.min() < 0 else largest
                     raise OctoPipeError(
-                        f"{where}: document {len(lengths) + 1} holds {int(row.min())}, which is not a token id"
+                        f"{where}: document {len(lengths) + 1} holds {wrong}, which is not a token id; write ids from "
+                        f"0 to {(1 << 31) - 1}"
                     )
                 ids.write(row.astype("<i4").tobytes())
                 marked |= document.counted is not None

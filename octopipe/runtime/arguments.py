@@ -25,7 +25,7 @@ from octopipe.runtime.wire.transports import NAMES
 from octopipe.simulation.lowering import Program
 
 
-def check_given(layers: Any, plan: Any, loss_fn: Any) -> None:
+def check_arguments(layers: Any, plan: Any, loss_fn: Any) -> None:
     """Raise an error if an argument of a `Pipeline` is of the wrong kind."""
     listed = hasattr(layers, "__len__") and hasattr(layers, "__getitem__")
     if not listed or isinstance(layers, Mapping | nn.ModuleDict):
