@@ -28,7 +28,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.file import load_plan
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import COST_TABLE, MODE, SETTING, carried, costs_of_plan
+from octopipe.plans.setting import COST_TABLE, MODE, SETTING, SETUP, carried, costs_of_plan
 from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from octopipe.search.result import Callback
     from octopipe.search.tuner import Method, TuneResult
 
-SETUP = "setup"
-"""Key under which a plan and a timeline store their set-up in the form that every command prints."""
 BUDGET_S = 30.0
 """Default search time of `tune`."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -297,7 +295,7 @@ def _costs(
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
-        return model, {**carried(model), **_stored_setup(model)}
+        return model, carried(model)
     if not isinstance(model, str | os.PathLike | ModelSpec):
         raise OctoPipeError(
             f"model is a {type(model).__name__}; give a preset's name, a file, a ModelSpec or a CostTable"
@@ -305,19 +303,14 @@ def _costs(
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a ModelSpec has no name by which the model could be loaded again
-        return costs, {**carried(costs), **_stored_setup(costs)}
+        return costs, carried(costs)
     setting = {"model": named} | {k: v for k, v in setup.items() if v is not None}
-    return costs, {**carried(costs, setting), **_stored_setup(costs)}
+    return costs, carried(costs, setting)
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:
     """Return the parameter names in a function's displayed signature."""
     return list(inspect.signature(function).parameters)
-
-
-def _stored_setup(costs: CostTable) -> dict[str, Any]:
-    """Return the entry that stores the set-up of the costs as text and numbers; empty if the set-up is not known."""
-    return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
 def _with_setting(timeline: Timeline, stored: Mapping[str, Any]) -> Timeline:

@@ -38,7 +38,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import Setup, setup_from
 from octopipe.costs.foreign_times import load_foreign_profile
 from octopipe.costs.layer_graph import layer_graph_from_object
 from octopipe.costs.layer_times import TIMES, costs_of_layer_times
@@ -94,7 +94,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
             raise OctoPipeError(f'{where}: "repeatable" is {brief(repeatable)}; give true or false for every layer')
         costs = costs.replace(repeatable=tuple(repeatable))
     about = file.get("about")
-    costs = costs.replace(setup=_sequences(about, costs.tokens_per_micro_batch))
+    costs = costs.replace(setup=_measured_with(about, costs.tokens_per_micro_batch, where))
     partial = _partial(file.get("partial"), costs, where)
     overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
     overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]
@@ -108,13 +108,21 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     )
 
 
-def _sequences(about: object, tokens: int | None) -> Setup | None:
-    """Return the set-up of micro-batches that were measured with several sequences; None for one sequence."""
+def _measured_with(about: object, tokens: int | None, where: str) -> Setup | None:
+    """Return the set-up of layers that were measured with several sequences, with stated inputs of an encoder or with
+    frozen layers; None for one sequence and nothing else."""
     recipe = about.get("recipe") if isinstance(about, dict) else None
-    rows = recipe.get("micro_batch_size") if isinstance(recipe, dict) else None
-    if tokens is None or not isinstance(rows, int) or rows < 2 or tokens % rows:
+    if not isinstance(recipe, dict):
         return None
-    return Setup(gpu=None, seq=tokens // rows, micro_batch_size=rows)
+    rows = recipe.get("micro_batch_size")
+    rows = rows if isinstance(rows, int) and tokens is not None and rows > 0 and tokens % rows == 0 else 1
+    known = {name: recipe[name] for name in ("images", "encoder_seq", "frozen") if recipe.get(name) is not None}
+    if isinstance(known.get("images"), str):  # the name of a file, which may be another one by now
+        del known["images"]
+    if rows == 1 and not known:
+        return None
+    seq = None if tokens is None else tokens // rows
+    return setup_from({**known, "seq": seq, "micro_batch_size": rows}, f'{where}: "recipe"')
 
 
 def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable]:

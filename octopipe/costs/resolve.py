@@ -298,8 +298,10 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
     # The times already include the effects of fields that are `of_a_model` (precision, ...): the set-up states none.
     fields = {name: getattr(setup, name) for name, how in fields_of(Setup).items() if not how.of_a_model}
     reserve = setup.reserve_gib if setup.memory_gib else None
-    rows = 1 if table.setup is None or tokens is None else table.setup.micro_batch_size
+    own = table.setup or Setup(gpu=None)
+    rows = 1 if tokens is None else own.micro_batch_size
     size = {"seq": None if tokens is None else tokens // rows, "micro_batch_size": rows}
+    size |= {"images": own.images, "encoder_seq": own.encoder_seq, "frozen": own.frozen}
     known = Setup(**{**fields, **size, "gpu": None, "tp": setup.tp, "reserve_gib": reserve})
     if reroute and not cannot_change(table.routing, table.segments):
         table, known = table.with_imbalance(setup.imbalance), replace(known, imbalance=setup.imbalance)

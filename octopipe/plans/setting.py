@@ -1,8 +1,9 @@
 """What a plan was made for: recovers the costs of a plan from the entries stored in it.
 
 Knows: a plan's `extra`: "setting" (the model's name and the numbers that go with it), "cost_table" (the costs
-themselves, if the setting names a file or there is no setting), "costs" (their digest) and "mode" (the precision and
-the use of CUDA graphs when layers were measured). Does not know: the command line, or how costs are resolved.
+themselves, if the setting names a file or there is no setting), "costs" (their digest), "setup" (the set-up of the
+costs, with all its fields) and "mode" (the precision and the use of CUDA graphs when layers were measured). Does not
+know: the command line, or how costs are resolved.
 
 A file may be missing or different where the plan is read, so a plan made from a file stores the costs themselves. A
 plan without any of these entries is never silently priced with default costs.
@@ -25,7 +26,7 @@ from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.plan import Plan
 
-SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
+SETTING, COST_TABLE, COSTS, SETUP, MODE = "setting", "cost_table", "costs", "setup", "mode"
 log = logging.getLogger("octopipe.plan")
 
 
@@ -40,6 +41,8 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
         out[SETTING] = dict(setting)
     if setting is None or _names_files(setting) or costs.graph is not None:
         out[COST_TABLE] = costs
+    if costs.setup is not None:
+        out[SETUP] = costs.setup.as_dict()
     if costs.mode is not None:
         out[MODE] = costs.mode.record()
     return out

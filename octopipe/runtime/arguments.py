@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from numbers import Integral
 from os import PathLike
@@ -47,8 +47,12 @@ def check_arguments(layers: Any, plan: Any, loss_fn: Any) -> None:
 
 def check_options(
     timeout_s: Any, seed: Any, tied: Any, side_inputs: Any, sharded: Any, transport: Any, costs: Any
-) -> None:
-    """Raise an error for options of a `Pipeline` that have another type than the one that they are used as."""
+) -> tuple[Any, Any, Any]:
+    """Raise an error for options of a `Pipeline` that have another type than the one that they are used as.
+
+    Returns `tied`, `side_inputs` and `sharded` with lists in the place of iterators, which can be read only once.
+    """
+    tied, side_inputs, sharded = map(_lasting, (tied, side_inputs, sharded))
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise OctoPipeError(f"timeout_s is {timeout_s!r}; give a number of seconds > 0")
     if seed is not None and not isinstance(seed, Integral):
@@ -66,6 +70,7 @@ def check_options(
     if costs is not None and not isinstance(costs, CostTable):
         mend = "give its .costs" if isinstance(getattr(costs, "costs", None), CostTable) else "give a CostTable"
         raise OctoPipeError(f"costs is a {type(costs).__name__}; {mend}")
+    return tied, side_inputs, sharded
 
 
 def device_of(given: Any) -> torch.device:
@@ -79,6 +84,15 @@ def device_of(given: Any) -> torch.device:
         if (device.index or 0) >= count:
             raise OctoPipeError(f"device {device}: this process sees {count} GPU{'s' * (count != 1)}; name another one")
     return device
+
+
+def _lasting(given: Any) -> Any:
+    """Return the value with all iterators in it as lists."""
+    if isinstance(given, Mapping):
+        return {key: _lasting(value) for key, value in given.items()}
+    if isinstance(given, Iterator | list | tuple):
+        return [_lasting(one) for one in given]
+    return given
 
 
 def _listed(given: Any, name: str) -> Iterable[Any]:

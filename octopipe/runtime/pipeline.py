@@ -113,7 +113,7 @@ class Pipeline:
         `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
         check_arguments(layers, plan, loss_fn)
-        check_options(timeout_s, seed, tied, side_inputs, sharded, transport, costs)
+        tied, side_inputs, sharded = check_options(timeout_s, seed, tied, side_inputs, sharded, transport, costs)
         whole_world = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
         self.device = device_of(device) if device is not None else whole_world.default_device()
         if cuda_graphs and self.device.type != "cuda":

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+from verbs import run, simulated
 
 from octopipe import tune
 from octopipe.base.errors import OctoPipeError
-from octopipe.cli.verbs.train_sizes import check_model, take_sizes
+from octopipe.cli.verbs.train_sizes import check_model, take_sizes, taken_inputs
 from octopipe.costs.mode import Mode
-from octopipe.costs.profile_file import Profile
+from octopipe.costs.profile_file import Profile, load_profile
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
+from octopipe.huggingface.inputs import InputForm
 from octopipe.models.spec import Attention, Embedding, Head, ModelSpec
 from octopipe.plans.file import load_plan, save_plan
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.layer_sizes import layer_parameters
+from octopipe.runtime.training.job import TrainJob
+from octopipe.runtime.training.run_parts import item_factor, plan_of, sized
 from octopipe.search.systems import build_plan
 
 
@@ -36,9 +40,18 @@ def profile(*, tokens: int | None = 128, rows: int | None = 2, **about: Any) -> 
     return Profile(costs=costs, about={"recipe": recipe, "parameters": layer_parameters(spec()), **about})
 
 
+def measured_with(folder: Path, **recipe: Any) -> Profile:
+    """A profile that was written to a file and read again, with more in its recipe."""
+    known = {"device": "cpu", "micro_batch_size": 2, **recipe}
+    profile(recipe=known).save(folder / "p.json")
+    return load_profile(folder / "p.json")
+
+
 def flags(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"seq": None, "micro_batch_size": None, "lengths": None, "profile": "p.json", "plan": "plan.json"} | given
+        **{"seq": None, "micro_batch_size": None, "lengths": None, "profile": "p.json", "plan": "plan.json"}
+        | {"images": None, "encoder_seq": None, "frozen": None, "offload_optimizer": None}
+        | given
     )
 
 
@@ -77,6 +90,74 @@ def test_a_plan_states_the_sequences_of_its_profiles_micro_batches(tmp_path: Pat
     args = flags()
     take_sizes(args, None, load_plan(tmp_path / "plan.json"))
     assert (args.micro_batch_size, args.seq) == (2, 64)
+    take_sizes(args := flags(micro_batch_size=4), None, load_plan(tmp_path / "plan.json"))
+    assert (args.micro_batch_size, args.seq) == (4, 64)  # the length of a sequence does not follow from their number
+
+
+def test_a_global_batch_counts_the_sequences_of_a_profiles_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile().save(tmp_path / "p.json")
+    answer = simulated(capsys, str(tmp_path / "p.json"), "--pp", "2", "--global-batch", "8")
+    assert answer["micro_batches"] == 4 and answer["setup"]["global_batch"] == 8
+    code, _, err = run(capsys, "simulate", str(tmp_path / "p.json"), "--pp", "2", "--global-batch", "7")
+    assert code == 2 and "global batch 7 is not a multiple of micro-batch size 2" in err
+
+
+def test_the_plan_of_a_run_states_the_runs_size(tmp_path: Path) -> None:
+    job = TrainJob(spec=spec(), nproc=2, seq=64, micro_batch_size=2, micro_batches=4, frozen=(0,))
+    save_plan(plan_of(job, sized(job, profile(rows=None)), lambda _: None), tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    args = flags()
+    take_sizes(args, None, plan)
+    taken_inputs(args, plan, None)
+    assert (args.micro_batch_size, args.seq, args.frozen) == (2, 64, "0")
+    longer = TrainJob(spec=spec(), nproc=2, seq=128, micro_batch_size=2)
+    assert sized(longer, profile(rows=None)).costs.setup is None  # times of other micro-batches than the run's
+
+
+def test_a_run_takes_encoder_inputs_and_frozen_layers_from_its_profile_or_plan(tmp_path: Path) -> None:
+    measured = measured_with(tmp_path, images=2.0, encoder_seq=16, frozen="0-1")
+    args = flags()
+    assert taken_inputs(args, None, measured) == {"images": (2.0,), "encoder_seq": 16}
+    assert args.frozen == "0-1"
+    args = flags(images=3.0, frozen="2")
+    assert taken_inputs(args, None, measured)["images"] == (3.0,) and args.frozen == "2"
+    save_plan(tune(tmp_path / "p.json", 2, 4, iterations=20).plan, tmp_path / "plan.json")
+    args = flags()
+    assert taken_inputs(args, load_plan(tmp_path / "plan.json"), None) == {"images": (2.0,), "encoder_seq": 16}
+    assert args.frozen == "0-1"
+
+
+def test_times_with_other_frozen_layers_or_encoder_inputs_are_refused(tmp_path: Path) -> None:
+    measured = measured_with(tmp_path, frozen="0-1")
+    check_model(measured, spec(), "p.json", "cpu", frozen=(0, 1))
+    with pytest.raises(OctoPipeError, match="with layer 1 frozen, and this run trains it; give its --frozen"):
+        check_model(measured, spec(), "p.json", "cpu", frozen=(0,))
+    with pytest.raises(OctoPipeError, match="with layer 0 trained, and this run freezes it"):
+        check_model(profile(), spec(), "p.json", "cpu", frozen=(0,))
+
+    class Towers(ModelSpec):
+        inputs = InputForm(num_tower_layers=2, positions=32, images=(3.0,))
+
+    towers = Towers(name="tiny", layers=spec().layers)
+    check_model(measured_with(tmp_path, images=2.0, encoder_seq=32), towers, "p.json", "cpu")
+    with pytest.raises(OctoPipeError, match="with --encoder-seq 16, and this run has 32; leave"):
+        check_model(measured_with(tmp_path, encoder_seq=16), towers, "p.json", "cpu")
+    with pytest.raises(OctoPipeError, match="was measured without images, and this run has some"):
+        check_model(measured_with(tmp_path, images=0.0), towers, "p.json", "cpu")
+
+
+def test_times_of_a_tower_are_relative_to_the_images_that_a_profile_measured(tmp_path: Path) -> None:
+    job = TrainJob(spec=spec(), nproc=2, seq=64, micro_batch_size=2, micro_batches=4)
+
+    class Asked:
+        inputs = InputForm(num_tower_layers=2, images=(3.0,))
+        micro_batch_size, num_micro_batches, spec = 2, 4, job.spec
+
+    assert item_factor(Asked()) is None  # type: ignore[arg-type]  # measured by the run itself
+    factor = item_factor(Asked(), measured_with(tmp_path, images=2.0))  # type: ignore[arg-type]
+    assert factor.tolist() == [[1.5, 1.5, 1.0, 1.0]] * 4
 
 
 def test_a_profile_without_rows_states_tokens_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,56 @@ def test_a_target_may_have_rows_of_its_own() -> None:
     with pipeline(layers) as pipe:
         parts = [square(layers[2](layers[1](layers[0](a))), b) for a, b in zip(x.split(2), y[:COUNT].split(1))]
         assert torch.allclose(pipe.step(x, list(y[:COUNT].split(1))), torch.stack(parts).mean())
+
+
+@pytest.mark.parametrize("way", ["step", "evaluate"])
+def test_one_row_of_output_is_not_repeated_for_a_micro_batch(way: str) -> None:
+    x, y = batch()
+    with pipeline() as pipe, pytest.raises(OctoPipeError, match="one row of output and 2 of the target"):
+        getattr(pipe, way)(x[:COUNT], y)
+
+
+def pooled(output: Tensor, target: Tensor) -> Tensor:
+    return square(output.unflatten(0, (len(target), -1)).mean(1), target)
+
+
+class Pooled(nn.Module):
+    calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return pooled(output, target)
+
+
+@pytest.mark.parametrize("loss", [pooled, Pooled(), functools.partial(pooled)])
+def test_a_loss_may_pool_the_rows_of_a_target(loss: Any) -> None:
+    """With one row of the target in every micro-batch as with several."""
+    x, y = batch()
+    layers = linears()
+    with pipeline(layers, loss=loss) as pipe:
+        whole = pooled(layers[2](layers[1](layers[0](x))), y[:COUNT])
+        assert torch.allclose(pipe.step(x, y[:COUNT]), whole)
+        assert torch.allclose(pipe.evaluate(x, y[:COUNT]), whole)
+    assert not isinstance(loss, Pooled) or loss.calls == 2 * COUNT
+
+
+def test_options_may_be_read_only_once() -> None:
+    """Iterators count as the lists of what they yield."""
+    with pipeline(tied=zip(["0.weight"], ["2.weight"])) as pipe:
+        pipe.step(*batch())
+        named = dict(pipe.named_parameters())
+        assert "2.weight" not in named or named["2.weight"] is named["0.weight"]
+    with pipeline(tied=((f"{k}.weight" for k in (0, 2)) for _ in range(1))) as pipe:
+        named = dict(pipe.named_parameters())
+        assert "2.weight" not in named or named["2.weight"] is named["0.weight"]
+    layers = [Masked(), *linears()[1:]]
+    with pipeline(layers, side_inputs=iter(["mask"])) as pipe:
+        assert pipe.side_inputs == ("mask",)
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x if mask is None else x * mask
 
 
 class Mean(nn.Module):

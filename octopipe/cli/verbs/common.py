@@ -137,11 +137,19 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
         raise OctoPipeError(f"{args.lengths} and its batching make the micro-batches; leave --micro-batches out")
     args.micro_batches = micro_batches_of(
         global_batch=args.global_batch,
-        micro_batch_size=args.micro_batch_size or 1,
+        micro_batch_size=args.micro_batch_size or _measured_sequences(model),
         dp=args.dp or 1,
         pp=args.pp,
         given=args.micro_batches,
     )
+
+
+def _measured_sequences(model: str) -> int:
+    """Return the sequences of a micro-batch in a file of times; 1 if MODEL is not one, or does not state them."""
+    from octopipe.costs.resolve import resolve_measured
+
+    table = resolve_measured(model)
+    return 1 if table is None or table.setup is None else table.setup.micro_batch_size
 
 
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
@@ -182,10 +190,7 @@ def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
     """Return what a plan file stores about its origin; used as `plan.with_extra(**provenance(args, costs))`."""
     from octopipe.plans.setting import carried
 
-    out = carried(costs, setting_from(args))
-    if costs.setup is not None:
-        out["setup"] = costs.setup.as_dict()
-    return out
+    return carried(costs, setting_from(args))
 
 
 def setup_words(setup: Setup | None) -> str:

@@ -15,7 +15,7 @@ from octopipe.cli.verbs.common import print_json
 from octopipe.cli.verbs.runnable import frozen_layers, model_of, needs_torch
 from octopipe.cli.verbs.train_arguments import add_arguments
 from octopipe.cli.verbs.train_result import Screen, print_result, summary
-from octopipe.cli.verbs.train_sizes import DEFAULT_SEQ, check_model, loaded
+from octopipe.cli.verbs.train_sizes import DEFAULT_SEQ, check_model, loaded, taken_inputs
 
 if TYPE_CHECKING:
     from octopipe.models.lengths import Groups
@@ -76,7 +76,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
 
     reading = reading_from(args)
     given, profile = loaded(args)
-    encoder = _encoder_of(args, given)
+    encoder = taken_inputs(args, given, profile)
     seq = args.seq or DEFAULT_SEQ
     kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device, "seq": seq, "mtp": args.mtp, **encoder}
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
@@ -85,7 +85,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     if len(encoder["images"]) > 1 and plan is None and micro_batches is None:
         micro_batches = max(1, len(encoder["images"]) // (args.micro_batch_size or 1))
     if profile is not None:
-        check_model(profile, spec, args.profile, args.device)
+        check_model(profile, spec, args.profile, args.device, frozen=frozen)
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
     precision = precision_of(args.precision, args.dtype, args.device, getattr(spec, "dtype", None))
     if profile is not None:
@@ -149,30 +149,6 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
-
-
-def _encoder_of(args: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
-    """Set the encoder's input, frozen layers and offloaded optimizer state in `args`, by default as the plan has them.
-
-    Returns the encoder's part.
-    """
-    from octopipe.cli.verbs.common import console, named
-    from octopipe.costs.cluster.item_counts import ItemCounts
-
-    setting = plan.extra.get("setting") if plan is not None else None
-    planned = setting if isinstance(setting, dict) else {}
-    told = {
-        "frozen": "these layers are not trained",
-        "offload_optimizer": "this share of the optimizer state is kept in host memory",
-    }
-    for name in ("images", "encoder_seq", *told):
-        if getattr(args, name) is None and planned.get(name) is not None:
-            setattr(args, name, planned[name])
-            if name in told and planned[name]:
-                text = f"{args.plan} was made with --{name.replace('_', '-')} {planned[name]}: {told[name]}"
-                console(stderr=True).print(named(text), soft_wrap=True)
-    images = () if args.images is None else ItemCounts().read("--images", args.images)
-    return {"images": images, "encoder_seq": args.encoder_seq}
 
 
 def _plan_and_ranks(

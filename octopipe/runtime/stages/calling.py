@@ -9,13 +9,18 @@ passed by keyword; they do not count as positional.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.rng import rng_kept
 
 
 def arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
@@ -64,8 +69,9 @@ class Loss:
 class SplitLoss(Loss):
     """A loss function with a target that the pipeline split by rows.
 
-    A target with one row per micro-batch would be repeated for all rows of the output by the loss's arithmetic. The
-    whole target has other rows than the whole output then, so that the same loss without micro-batches is an error.
+    Where a micro-batch has one row of the target (or of the output) and several of the other, a loss's arithmetic would
+    repeat that row. The whole target has other rows than the whole output then, and repeating is an error without
+    micro-batches. A loss that brings the rows together itself works with any number of micro-batches in one.
     """
 
     __slots__ = ()
@@ -73,14 +79,36 @@ class SplitLoss(Loss):
     def __call__(self, output: Any) -> Any:
         target = self.target
         if isinstance(output, Tensor) and isinstance(target, Tensor) and output.shape != target.shape:
-            _check_rows(output, target)
+            _check_rows(self.function, output, target)
         return self.function(output, target)
 
 
-def _check_rows(output: Tensor, target: Tensor) -> None:
+_BRING_ROWS_TOGETHER: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Losses that were seen to."""
+
+
+def _check_rows(function: Callable[..., Any], output: Tensor, target: Tensor) -> None:
     alike = output.ndim == target.ndim > 0 and output.shape[1:] == target.shape[1:]
-    if alike and target.shape[0] == 1 and output.shape[0] > 1:
-        raise OctoPipeError(
-            f"a micro-batch has {output.shape[0]} rows of output and one of the target, which the loss would repeat; "
-            "give a target with as many rows as the batch, or lists of micro-batches"
-        )
+    rows, wanted = (output.shape[0], target.shape[0]) if alike else (1, 1)
+    if rows == wanted or min(rows, wanted) != 1 or _brings_together(function, output, target):
+        return
+    one = f"{rows} rows of output and one of" if wanted == 1 else f"one row of output and {wanted} of"
+    raise OctoPipeError(
+        f"a micro-batch has {one} the target, which the loss would repeat; give a target with as many rows as the "
+        "batch, or lists of micro-batches"
+    )
+
+
+def _brings_together(function: Callable[..., Any], output: Tensor, target: Tensor) -> bool:
+    """Whether the loss also takes two of these micro-batches in one, whose rows cannot be repeated."""
+    if isinstance(function, Hashable) and function in _BRING_ROWS_TOGETHER:
+        return True
+    alone = copy.deepcopy(function) if isinstance(function, nn.Module) else function  # a loss may count its calls
+    try:
+        with rng_kept(), torch.no_grad():
+            alone(torch.cat((output, output)), torch.cat((target, target)))
+    except Exception:
+        return False
+    with contextlib.suppress(TypeError):  # something that has no weak references is tried again
+        _BRING_ROWS_TOGETHER.add(function)
+    return True

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.base.files import shown
 from octopipe.costs.analytic.items import NEARLY_NONE
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.profile_file import Profile
 from octopipe.huggingface.described import HfModel
 from octopipe.models.lengths import Batch
@@ -122,21 +123,43 @@ def length_factor(job: TrainJob, tokens: int | None = None) -> Any:
     return np.array([batch.tokens_of(group) / (tokens or job.seq) for group in batch.groups])
 
 
-def item_factor(job: TrainJob) -> Any:
+def item_factor(job: TrainJob, measured: Profile | None = None) -> Any:
     """Return [micro-batch, layer]: the times of an encoder's layers relative to those with as many images as were
-    measured; None if every micro-batch has that many."""
+    measured, in this run or in a profile of its own; None if every micro-batch has that many."""
     form = job.inputs
     if form is None or form.decodes or not form.num_tower_layers:
         return None
     size = job.micro_batch_size
     items = form.items(job.num_micro_batches * size)
     mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
+    if measured is not None and isinstance(measured.about.get("recipe"), dict):
+        stated = measured.costs.setup
+        form = replace(form, images=() if stated is None else stated.images)
     typical = sum(form.typical(size))
     if not typical or (mine == typical).all():
         return None
     factor = np.ones((job.num_micro_batches, job.spec.num_layers))
     factor[:, : form.num_tower_layers] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
     return factor
+
+
+def sized(job: TrainJob, profile: Profile) -> Profile:
+    """Return the profile with the run's sizes, which a plan made from it states, so that another run with that plan has
+    the same; unchanged if its times are not those of the run's micro-batches."""
+    form = job.inputs
+    setup = Setup(
+        gpu=None,
+        seq=job.seq,
+        micro_batch_size=job.micro_batch_size,
+        pp=job.pp,
+        micro_batches=job.num_micro_batches,
+        images=() if form is None else form.images,
+        encoder_seq=None if form is None else form.positions or None,
+        frozen=tuple((k, k) for k in job.frozen),
+    )
+    if job.groups or profile.costs.tokens_per_micro_batch != setup.tokens_per_micro_batch:
+        return profile
+    return profile.with_costs(profile.costs.replace(setup=setup))
 
 
 def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:

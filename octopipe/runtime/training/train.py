@@ -61,6 +61,7 @@ from octopipe.runtime.training.run_parts import (
     optimizer_of,
     plan_of,
     shared_gpu,
+    sized,
     workload_of,
     worlds,
 )
@@ -165,8 +166,9 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
     if profile is not None and job.groups:
         factor = length_factor(job, profile.costs.tokens_per_micro_batch)
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=factor))
-    if profile is not None and (items := item_factor(job)) is not None:
+    if profile is not None and (items := item_factor(job, job.profile)) is not None:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=items))
+    profile = None if profile is None else sized(job, profile)
     job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
