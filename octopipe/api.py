@@ -16,7 +16,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octopipe.base.clock import seconds_of
@@ -334,7 +333,7 @@ def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
 
 def _is_file(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
-    return not isinstance(path, str) or text.endswith(".json") or os.sep in text or Path(text).is_file()
+    return not isinstance(path, str) or text.endswith(".json") or os.sep in text or os.path.isfile(text)
 
 
 __all__ = ["Model", "Setup", "build_plan", "compare", "simulate", "tune"]

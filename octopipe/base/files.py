@@ -18,12 +18,13 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.limits import MAX_FILE_BYTES, MAX_VALUES
+from octopipe.base.limits import MAX_FILE_BYTES, MAX_VALUES, finite
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -119,6 +120,33 @@ def read_json_object(path: str | Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise OctoPipeError(f"{name}: holds a JSON {kind_of(value)}; a model file is one object {{...}}")
     return value
+
+
+def read_numbers(path: str | os.PathLike[str]) -> list[float]:
+    """Return the finite numbers in a file: a JSON list, or words on lines, of which everything after a `#` is ignored.
+    The list is empty if the file contains anything else."""
+    data = read_bytes(path)
+    values: Iterable[object]
+    if data.lstrip()[:1] == b"[":
+        decoded = decode_json(data, shown(path))
+        values = decoded if isinstance(decoded, list) else ()
+    else:
+        lines = data.decode("utf-8-sig", "replace").splitlines()
+        values = (_number_of(word) for line in lines for word in line.split("#", 1)[0].split())
+    found = []
+    for value in values:  # a large file of something else is left at its first word
+        number = finite(value)
+        if number is None:
+            return []
+        found.append(number)
+    return found
+
+
+def _number_of(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def _count_keys(value: object) -> int:

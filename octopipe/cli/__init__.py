@@ -154,6 +154,9 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if arg_string == "" and action.option_strings and action.default != "" and action.const is None:
+            # An unset variable of a script; verbs would take it for a flag that was not given.
+            raise argparse.ArgumentError(action, "its value is empty; give one, or leave the flag out")
         if action.dest == "micro_batches" and arg_string.isdecimal() and int(arg_string[:20]) > MAX_MICRO_BATCHES:
             raise argparse.ArgumentError(action, f"{arg_string[:20]} is too many; give at most {MAX_MICRO_BATCHES}")
         return super()._get_value(action, arg_string)

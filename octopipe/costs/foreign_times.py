@@ -7,6 +7,7 @@ profile's `about["notes"]` records the source of each value. Does not know: the 
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import io
@@ -14,7 +15,6 @@ import logging
 import os
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -40,7 +40,7 @@ _SYMBOLS = (("mamba", "M"), ("ssm", "M"), ("moe", "#"), ("attention", "*"), ("at
 def kind_of_file(path: str | os.PathLike[str]) -> str | None:
     """Return which of `KINDS` a file is, by its content; None if it is none of them or cannot be read."""
     try:
-        if not Path(path).is_file():  # reading a pipe would block
+        if not os.path.isfile(path):  # reading a pipe would block
             return None
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
@@ -110,7 +110,10 @@ def _read(path: str, kind: str, stamp: tuple[int, int]) -> LayerTimes:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise OctoPipeError(f"{where}: not a text; export it again") from None
-    return read_nsight_csv(text, where) if kind == "stats" else read_times_csv(text, where)
+    try:
+        return read_nsight_csv(text, where) if kind == "stats" else read_times_csv(text, where)
+    except csv.Error as error:  # a cell larger than the module's limit
+        raise OctoPipeError(f"{where}: not a table with commas ({error})") from None
 
 
 def _unpacked(data: bytes, where: str) -> bytes:

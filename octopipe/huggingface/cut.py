@@ -88,7 +88,7 @@ def layers(
         if predictions is not None:
             model = with_predictions(model, predictions)
         return LayerList(_cut(model, None, None, example))
-    folder = Path(source) if isinstance(source, str | os.PathLike) and Path(source).is_dir() else None
+    folder = Path(source) if isinstance(source, str | os.PathLike) and os.path.isdir(source) else None
     if pretrained and (folder is None or not has_weights(folder)):
         raise OctoPipeError(f"{source}: no safetensors to read; give the folder of a model")
     if folder is not None and (pretrained is False or not has_weights(folder)):

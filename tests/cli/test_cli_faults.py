@@ -401,3 +401,84 @@ def test_beginners_mistakes_are_found_before_any_work(
     Path("config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     found, out, error = run(capsys, *words)
     assert (found, out) == (code, "") and said in error and error.count("\n") == 1, error
+
+
+# -- texts longer than a file's name, cells and numbers too large, empty values ------------------------------------
+
+
+def test_a_text_of_any_length_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file's name has at most 255 bytes; the layout of a large model has more."""
+    layout = "Et|" + "tt|" * 94 + "tt|L"
+    plan = tmp_path / "plan.json"
+    code, _, err = run(capsys, "import", layout, "--pp", "97", "-o", str(plan))
+    assert code == 0 and len(layout) > 255, err
+    assert run(capsys, "check", str(plan))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "llama3-8b", "--pp", "2", "--stack", "x" * 300),
+        ("tune", "x" * 300, "--measure", "--pp", "2"),
+        ("import", "x" * 300, "--pp", "2"),
+        ("serve", "--no-browser", "x" * 300),
+    ],
+)
+def test_a_name_longer_than_a_file_may_have_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2 and err.count("\n") == 1, err
+
+
+def test_a_system_with_a_long_name_is_refused_in_python() -> None:
+    import octopipe
+
+    with pytest.raises(octopipe.OctoPipeError, match="unknown system"):
+        octopipe.simulate("x" * 300, "llama3-8b", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        (b"[1" + b"0" * 400 + b",1,1,1]", "--imbalance"),
+        (b"[" * 100_000 + b"]" * 100_000, "--imbalance"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "--imbalance"),
+        (b"nan 1\n", "--imbalance"),
+        (b"[1" + b"0" * 400 + b",1,1,1]", "--images"),
+        (b"1e999\n", "--images"),
+    ],
+)
+def test_lists_of_numbers_that_are_none(
+    text: bytes, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "numbers.json"
+    path.write_bytes(text)
+    model = "qwen3-30b-a3b" if flag == "--imbalance" else "llava-1.5-7b"
+    sizes = ("--tp", "8", "--ep", "8", "--dp", "2") if flag == "--imbalance" else ("--tp", "8")
+    code, _, err = run(capsys, "simulate", model, "--pp", "1", *sizes, flag, str(path))
+    assert code == 2 and err.count("\n") == 1 and "numbers.json" in err, err
+
+
+@pytest.mark.parametrize("text", ["0F0," + "9" * 200_000, "a,b\n1," + "9" * 200_000 + "\n"])
+def test_a_table_with_a_huge_cell_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    code, _, err = run(capsys, "import", str(path), "-o", str(tmp_path / "out.json"))
+    assert code == 2 and err.count("\n") == 1 and len(err) < 1000, err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "llama3-8b", "--gpus", "8", "--global-batch", "8", "--today", ""),
+        ("tune", "llama3-8b", "--pp", "2", "--start", ""),
+        ("simulate", "llama3-8b", "--pp", "2", "-o", ""),
+        ("simulate", "llama3-8b", "--pp", "2", "--cluster="),
+    ],
+)
+def test_an_empty_value_is_not_taken_for_a_flag_that_was_not_given(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "its value is empty; give one, or leave the flag out" in err and err.count("\n") == 1

@@ -7,7 +7,7 @@ not know: any of these formats (readers/, foreign_plan.py, foreign_times.py).
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, counted, print_json, whole_number
@@ -159,7 +159,8 @@ def _read(args: argparse.Namespace) -> ForeignPlan:
 
     text, where = args.source, "the text"
     letters = set("EtmL,()0123456789|/'\"") | set(HYBRID_LETTERS)
-    if Path(args.source).is_file() or not set(args.source) <= letters:
+    # A text may be longer than any file's name, at which `Path.is_file` raises an error.
+    if os.path.isfile(args.source) or not set(args.source) <= letters:
         data = read_bytes(args.source)
         where = shown(args.source)
         try:

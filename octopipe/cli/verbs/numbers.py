@@ -158,16 +158,16 @@ def contended_words(timeline: Timeline) -> str:
 
 
 def _profile_of(model: str | None) -> Any:
-    from pathlib import Path
+    import os
 
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import read_json_object
     from octopipe.costs.profile_file import FORMAT, load_profile
 
-    if not model or not Path(model).is_file():
+    if not model or not os.path.isfile(model):
         return None
     try:
-        tag = read_json_object(Path(model)).get("format")
+        tag = read_json_object(model).get("format")
         if not isinstance(tag, str) or tag.split("/")[0] != FORMAT.split("/")[0]:
             return None
         profile = load_profile(model)

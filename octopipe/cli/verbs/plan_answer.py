@@ -243,7 +243,9 @@ def changes(found: Found) -> list[str]:
     verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
     if gain < -0.0005:  # if sizes are fixed to values that differ from today's split
         verdict = f"{100 * (best.step_ms / today.step_ms - 1.0):.1f} % slower than today's"
-    out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
+    unrun = f"; {found.unrun_today}, so it is no answer" if found.unrun_today else ""
+    pace = f"{today.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
+    out.append(f"{verdict} {today.split.words()} ({pace}{fits}){unrun}.")
     names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
     names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}
     names |= {"micro_batch_size": "micro-batch size", "zero": "ZeRO"}

@@ -88,10 +88,10 @@ def run_measured(args: argparse.Namespace) -> int:
 
 def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
     """Load the profile that MODEL names; raise OctoPipeError if its layers cannot be run here as they were measured."""
-    from pathlib import Path
+    import os
 
     mend = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
-    if not Path(args.model).is_file():
+    if not os.path.isfile(args.model):
         raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {mend}")
     profile = load_profile(args.model)
     if str(profile.about.get("model_code", "")).startswith("Megatron"):

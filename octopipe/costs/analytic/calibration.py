@@ -15,6 +15,7 @@ product, less what small sides lose to tile edges, prologues and waves.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -202,7 +203,7 @@ def stack_named(stack: str | Path | Mapping[str, Any] | Stack | None) -> Stack:
     found = _shipped().get(str(stack))
     if found is not None:
         return found
-    if not str(stack).endswith(".json") and not Path(stack).exists():
+    if not str(stack).endswith(".json") and not os.path.exists(stack):
         close = difflib.get_close_matches(str(stack)[:80], _shipped(), n=2, cutoff=0.4)
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise OctoPipeError(

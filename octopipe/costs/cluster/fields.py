@@ -13,16 +13,15 @@ the form of the web page are generated from that declaration.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, read_bytes
+from octopipe.base.files import brief, read_numbers, shown
 from octopipe.base.limits import MAX_EXPERTS, MAX_SIZE, MAX_TIME_MS, finite
 from octopipe.costs.analytic.calibration import Stack, stack_named, stack_names, stack_record
 from octopipe.costs.cluster.file import Nodes, nodes_from_object, read_cluster
@@ -341,7 +340,7 @@ class Spread(Kind):
 
     def read(self, name: str, value: Any) -> tuple[float, ...]:
         if isinstance(value, str | os.PathLike):
-            return self._counts(str(value), _numbers_in(Path(value)))
+            return self._counts(shown(value), _numbers_in(Path(value)))
         if _is_list(value) and not value:
             return ()
         if _is_list(value) and len(value) > 1:
@@ -352,7 +351,7 @@ class Spread(Kind):
             raise OctoPipeError(f"{name} is {brief(value)}; give {wanted}, or a file with the tokens of every expert")
         return (number,) if number > 1 else ()
 
-    def _counts(self, name: str, values: list[Any]) -> tuple[float, ...]:
+    def _counts(self, name: str, values: Sequence[Any]) -> tuple[float, ...]:
         counts = [finite(v) for v in values]
         if any(c is None or c < 0 for c in counts) or not any(counts):
             raise OctoPipeError(f"{name}: give the tokens of every expert, numbers >= 0 and not all 0")
@@ -368,19 +367,14 @@ class Spread(Kind):
         return list(value) or None
 
 
-def _numbers_in(path: Path) -> list[Any]:
+def _numbers_in(path: Path) -> list[float]:
     """A JSON list of numbers, or one number per line."""
-    data = read_bytes(path)
-    try:
-        found: object = json.loads(data)
-    except ValueError:
-        found = data.decode("utf-8", "replace").split()
-    if not isinstance(found, list) or not 1 < len(found) <= MAX_EXPERTS:
-        raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line")
-    try:
-        return [float(v) for v in found]
-    except (TypeError, ValueError):
-        raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line") from None
+    found = read_numbers(path)
+    if not 1 < len(found) <= MAX_EXPERTS:
+        raise OctoPipeError(
+            f"{shown(path)}: give a JSON list of the tokens of every expert, or one number per line; at least 2"
+        )
+    return found
 
 
 def _is_list(value: object) -> bool:

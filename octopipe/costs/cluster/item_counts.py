@@ -10,12 +10,13 @@ an item costs, or how sequences form micro-batches.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.base.files import brief, decode_json, read_bytes, shown
+from octopipe.base.files import brief, read_numbers, shown
 from octopipe.base.limits import finite
 from octopipe.costs.cluster.fields import Kind
 
@@ -36,7 +37,7 @@ class ItemCounts(Kind):
             return self._read_list(name, list(value))
         return self._read_list(name, [value])
 
-    def _read_list(self, name: str, values: list[Any]) -> tuple[float, ...]:
+    def _read_list(self, name: str, values: Sequence[Any]) -> tuple[float, ...]:
         if len(values) > MAX_MICRO_BATCHES:
             raise OctoPipeError(f"{name}: numbers of {len(values)} sequences; at most {MAX_MICRO_BATCHES} make a step")
         out = []
@@ -76,19 +77,11 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _numbers_in(path: Path) -> list[Any]:
+def _numbers_in(path: Path) -> list[float]:
     """A JSON list of numbers, or one number per line."""
-    data, where = read_bytes(path), shown(path)
-    if data.lstrip()[:1] == b"[":
-        found = decode_json(data, where)
-        values: list[Any] = found if isinstance(found, list) else []
-    else:
-        words = [line.split("#", 1)[0].strip() for line in data.decode("utf-8", "replace").splitlines()]
-        values = [word for word in words if word]
-    try:
-        numbers = [float(v) for v in values]
-    except (TypeError, ValueError):
-        numbers = []
-    if not numbers:
-        raise OctoPipeError(f"{where}: give a JSON list with the number of items of every sequence, or one per line")
-    return list(numbers)
+    found = read_numbers(path)
+    if not found:
+        raise OctoPipeError(
+            f"{shown(path)}: give a JSON list with the number of items of every sequence, or one per line"
+        )
+    return found

@@ -40,7 +40,10 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
     rows: list[tuple[str, ...]] = []
     communicates = False
     pairs: list[tuple[str, str]] = []
-    lines = list(csv.reader(text.splitlines()))
+    try:
+        lines = list(csv.reader(text.splitlines()))
+    except csv.Error as error:  # a cell larger than the module's limit
+        raise OctoPipeError(f"{where}: not a schedule CSV ({error})") from None
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     for rank, cells in enumerate(lines):

@@ -33,6 +33,8 @@ class Runtime:
     zero: tuple[int, ...]
     """ZeRO levels without a pipeline."""
     zero_with_pipeline: tuple[int, ...]
+    divides_state: bool = False
+    """Whether replicas always divide some of the training state; others also hold all of it whole (ZeRO-0) if asked."""
     most: Mapping[str, int] = field(default_factory=dict)
     """The largest parallel sizes that it supports."""
     most_with_predictions: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +74,29 @@ class Runtime:
 
     def zero_levels(self, pp: int) -> tuple[int, ...]:
         return self.zero if pp == 1 else self.zero_with_pipeline
+
+    def zero_asked(self, pp: int) -> tuple[int, ...]:
+        """Return the ZeRO levels that it runs if the user names one, which may be more than a search tries."""
+        levels = self.zero_levels(pp)
+        return levels if self.divides_state else tuple(sorted({0, *levels}))
+
+    def refuses_sizes(self, sizes: Mapping[str, int]) -> str:
+        """Return the reason why it runs no split with these sizes; empty if it runs some. Sizes that are not named may
+        have any value."""
+        if beyond := [f"{name} {sizes[name]}" for name, most in self.most.items() if sizes.get(name, 0) > most]:
+            return f"{self.title} does not run {', '.join(beyond)}"
+        zero, pp = sizes.get("zero"), sizes.get("pp")
+        one_replica = sizes.get("dp") == sizes.get("cp") == 1
+        if zero is None or one_replica:
+            return ""
+        # No runtime has ZeRO-2 and ZeRO-3 with a pipeline; `why_no_split` says so.
+        either = pp is None or (pp > 1 and zero >= 2)
+        levels = {*self.zero_asked(1), *self.zero_asked(2)} if either else {*self.zero_asked(pp or 1)}
+        if zero in levels:
+            return ""
+        where = "" if either else " with a pipeline" if pp != 1 else " without a pipeline"
+        runs = " or ".join(f"ZeRO-{level}" for level in sorted(levels))
+        return f"{self.title} runs {runs}{where}, not ZeRO-{zero}"
 
     def refuses(self, setup: Setup) -> str:
         """Return the reason why it cannot run such a set-up under any split; empty if it can."""
@@ -140,6 +165,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             version="torchtitan, main of August 2026 (b5bcd76)",
             zero=(2, 3),
             zero_with_pipeline=(1,),
+            divides_state=True,  # FSDP2
             most={"etp": 1},  # its expert ranks hold whole experts
             most_with_predictions={"pp": 1, "cp": 1},
             target="torch",

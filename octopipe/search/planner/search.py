@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.base.limits import MAX_SEED
-from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
@@ -23,6 +22,7 @@ from octopipe.search.planner.judging import Say, climbed, judge, modes_of, publi
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, splits, why_no_split
+from octopipe.search.planner.today import refuses_today, split_of_today
 from octopipe.search.planner.tuning import ops_of, place_branches, schedules, tune_candidate, without_kernels
 from octopipe.search.planner.unfit import nothing_fits, unfit, unrun
 
@@ -66,6 +66,8 @@ class Found:
     """Splits within this share of the fastest count as equally fast; the simplest of them was chosen."""
     fastest: Candidate | None = None
     """The fastest split, if `best` is a simpler one."""
+    unrun_today: str = ""
+    """The reason why the runtime that was asked for cannot run today's split, which is then no answer."""
     interrupted: bool = False
     """Whether the search was interrupted; this is then its best result so far."""
 
@@ -139,10 +141,8 @@ class _Run:
         base, runtime = runtime.settled(base), runtime.of_model(spec)
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
-        if beyond := [f"{size} {fixed[size]}" for size, most in runtime.most.items() if fixed.get(size, 0) > most]:
-            raise OctoPipeError(
-                f"{runtime.title} does not run {', '.join(beyond)}; leave --for out, or give other sizes"
-            )
+        if reason := runtime.refuses_sizes(fixed):
+            raise OctoPipeError(f"{reason}; leave --for out, or give other sizes")
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
         self.runtime, self.seed, self.budget = runtime, seed, budget
         self.recompute = recompute if base.offload_layers is None else "none"
@@ -161,7 +161,7 @@ class _Run:
         self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:
-            raise OctoPipeError(why_no_split(spec.name, gpus, global_batch, fixed))
+            raise OctoPipeError(why_no_split(spec, base, gpus, global_batch, fixed, runtime))
         self.kept: list[Candidate] = []
         self.judged = 0
         self.left_ms: float | None = None
@@ -361,7 +361,7 @@ class _Run:
         return found
 
     def today(self, sizes: Mapping[str, int]) -> Candidate:
-        return _today(self.pricer, self.base, self.gpus, sizes, self.recompute)
+        return split_of_today(self.pricer, self.gpus, sizes, self.recompute, self.runtime)
 
     def result(self, present: Candidate | None, margin: float) -> Found:
         interrupted = self.budget.stop()
@@ -370,15 +370,18 @@ class _Run:
             # Drop splits that no runtime can run.
             fitting = [c for c in fitting if runs_on(c, self.spec)]
             self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
-        # Today's split may be the answer only if it has the fixed sizes.
+        # Today's split may be the answer only if it has the fixed sizes and the runtime runs it.
+        unrun_today = "" if present is None else refuses_today(present, self.runtime)
         asked = present is not None and all(getattr(present.split, k) == v for k, v in self.fixed.items())
+        asked = asked and not unrun_today
         rivals = [*fitting, *self.tuned, *([present] if asked and present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
         if not rivals and (fit := [c for c in self.simulated if c.fits]):
             raise OctoPipeError(unrun(min(fit, key=lambda c: c.step_ms), self.spec))
         if not rivals:
-            raise DoesNotFitError(unfit(self.pricer, min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)))
+            least = min(self.simulated, key=lambda c: c.peak_gib - c.limit_gib)
+            raise DoesNotFitError(unfit(self.pricer, least, self.modes))
         fastest = min(rivals, key=lambda c: c.step_ms)
         best = simplest(rivals, margin, present if asked else None)
         done = {c.split for c in self.simulated}
@@ -392,6 +395,7 @@ class _Run:
             best=best,
             ranked=tuple(ranked),
             today=present,
+            unrun_today=unrun_today,
             splits=len(self.every),
             judged=self.judged,
             cut_short=self.left_ms is not None,
@@ -401,41 +405,3 @@ class _Run:
             fastest=fastest if fastest is not best else None,
             interrupted=interrupted,
         )
-
-
-def _today(
-    pricer: Pricer,
-    base: Setup,
-    gpus: int,
-    today: Mapping[str, int],
-    recompute: str,
-) -> Candidate:
-    """Return the split that the user runs today, priced with the same cost model. Missing sizes get their defaults."""
-    assert base.gpu is not None
-    sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
-    product = sizes["tp"] * sizes["cp"] * sizes["pp"]
-    dp = sizes.pop("dp", 0) or gpus // product
-    if product * dp != gpus:
-        named = ", ".join(f"{k} {today[k]}" for k in ("tp", "cp", "pp", "dp") if k in today) or "one GPU"
-        need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
-        raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
-    if sizes["vp"] > 1 and sizes["pp"] == 1:
-        raise OctoPipeError(f"today's split has vp {sizes['vp']} but no pipeline (pp 1); leave vp out or say which pp")
-    if sizes["pp"] > 1:
-        sizes["zero"] = min(sizes["zero"], 1)  # with a pipeline, runtimes shard only optimizer state
-    if "etp" not in sizes:
-        sizes["etp"] = Cluster(gpu=base.gpu, tp=sizes["tp"], cp=sizes["cp"], dp=dp, ep=sizes["ep"]).expert_tp
-        sizes["etp"] = sizes["etp"] if pricer.experts else 1
-    split = Split(dp=dp, **sizes)
-    if pricer.global_batch % (dp * split.micro_batch_size):
-        raise OctoPipeError(
-            f"today's dp {dp} and micro-batch size {split.micro_batch_size} do not divide the global batch "
-            f"{pricer.global_batch}"
-        )
-    if split.vp == 2 and pricer.global_batch // (dp * split.micro_batch_size) % split.pp:
-        # Interleaved 1F1B cannot run this; the two stages per rank are taken for those of a V-shaped schedule.
-        one = replace(split, vp=1)
-        found = [c for name in ("dualpipev", "zb-v") if (c := pricer.scheduled(one, name, recompute=recompute))]
-        if found:
-            return min(found, key=lambda c: c.step_ms)
-    return pricer.simulated(split, recompute)

@@ -138,7 +138,8 @@ def _finer(  # type: ignore[no-untyped-def]
     if base.offload_optimizer:
         zeros = [z for z in zeros if z < 2]
     if "zero" in fixed:
-        zeros = [z for z in [fixed["zero"]] if z < 2 or pp == 1]
+        runs = runtime.zero_asked(pp) if dp * cp > 1 else (0, 1, 2, 3)
+        zeros = [z for z in [fixed["zero"]] if (z < 2 or pp == 1) and z in runs]
     sizes = list(MICRO_BATCH_SIZES) if "micro_batch_size" not in fixed else [fixed["micro_batch_size"]]
     for size in sizes:
         if share % size:
@@ -218,16 +219,31 @@ def tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus_per_node: int | None) -> list[i
     return [tp for tp in (1, 2, 4, 8, 16, 32) if node % tp == 0 and all(w % tp == 0 for w in widths)]
 
 
-def why_no_split(name: str, gpus: int, global_batch: int, fixed: Mapping[str, int]) -> str:
-    """Explain in one line why there is no split with the given sizes."""
+def why_no_split(
+    spec: ModelSpec, base: Setup, gpus: int, global_batch: int, fixed: Mapping[str, int], runtime: Runtime
+) -> str:
+    """Explain in one line why there is no split with the given sizes, and which of them to leave out."""
     if fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
         return (
             f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
             f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes make of it, or pp 1"
         )
+
+    def exists(sizes: Mapping[str, int], on: Runtime = runtime) -> bool:
+        found = splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=sizes, runtime=on)
+        return next(found, None) is not None
+
     given = ", ".join(f"{k} {v}" for k, v in fixed.items())
-    words = f"no split of {gpus} GPUs divides {name} and a global batch of {global_batch}"
-    return words + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
+    words = f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
+    words += f" with {given}" if given else ""
+    needless = [name for name in fixed if exists({k: v for k, v in fixed.items() if k != name})]
+    if needless:
+        return f"{words}; leave {' or '.join(needless)} out"
+    if len(fixed) > 1 and exists({}):
+        return f"{words}; give fewer sizes"
+    if runtime.name != "any" and exists(fixed, RUNTIMES["any"]):
+        return f"{words} on {runtime.title}; leave --for out, or change the batch or the GPUs"
+    return f"{words}; change the batch or the GPUs"
 
 
 def parse_split(text: str) -> dict[str, int]:

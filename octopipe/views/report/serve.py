@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import ipaddress
+import os
 import re
 import select
 import socket
@@ -98,7 +99,7 @@ def make_server(
     """
     models = {name: name for name in PRESETS}
     for file in files:
-        if not Path(file).exists():
+        if not os.path.exists(file):
             raise OctoPipeError(f"{file}: no such file; check the path")
         models[f"{Path(file).stem} (file)"] = str(file)
     if tune is None:
