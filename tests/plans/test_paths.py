@@ -125,6 +125,10 @@ def test_shards_must_be_complete_and_need_arrows() -> None:
         plan_from_json(msgspec.json.encode(text))
 
 
+def test_a_layer_that_no_stage_holds_is_named() -> None:
+    assert "no stage holds layer 3 of 4" in replace(cut_head(), num_layers=4).problems()[0]
+
+
 def test_what_knows_chains_only_says_so() -> None:
     from octopipe.plans.price import hop_times
     from octopipe.runtime.slots import rank_program
