@@ -1,7 +1,8 @@
 """Converts a plan for a chain of layers to a plan for layers that fork and join.
 
 Knows: where the stages of a chain must be divided because layers are connected differently, the edges between the
-parts, and the positions of the parts' ops. Does not know: times or how plans are searched.
+parts, the positions of the parts' ops, and when the edges of a plan are those of the layers. Does not know: times or
+how plans are searched.
 
 The layers of a graph are numbered so that a forward could run them one after the other. Every plan for that chain is
 therefore also a plan for the graph: a stage that contains a fork, a join or an end becomes several stages on the same
@@ -12,17 +13,21 @@ ops that satisfies the dependencies of the chain also satisfies those of the gra
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.layer_graph import LayerGraph
 from octopipe.plans.op import Op, Stage
-from octopipe.plans.paths import Edge
+from octopipe.plans.paths import Edge, edges_of
 from octopipe.plans.plan import Plan
 
 
 def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
-    """Return the plan with the connections of the graph; a plan that already forks is returned unchanged."""
+    """Return the plan with the connections of the graph; a plan that already forks must have them, and is returned
+    unchanged."""
+    if plan.forks and graph is not None:
+        check_connections(plan, graph)
     if graph is None or plan.forks:
         return plan
     if plan.num_layers != graph.num_layers:
@@ -55,6 +60,53 @@ def along_graph(plan: Plan, graph: LayerGraph | None) -> Plan:
         routes=routes,
         edges=tuple(_edges(route, stages, graph) for route in routes),
     ).check()
+
+
+def chain_of(num_layers: int) -> LayerGraph:
+    """Return the graph of layers each of which takes the output of the layer before it."""
+    return LayerGraph(takes=((), *((k,) for k in range(num_layers - 1))))
+
+
+def check_connections(plan: Plan, graph: LayerGraph) -> None:
+    """Raise an error unless every stage of a plan that forks takes exactly what its first layer takes, in the same
+    order: edges between other stages would compute another model."""
+    if plan.num_layers != graph.num_layers:
+        raise OctoPipeError(f"the plan has {plan.num_layers} layers, the graph {graph.num_layers}; use the plan's own")
+    for number, route in enumerate(plan.routes):
+        ending: dict[int, list[int]] = {}
+        held: set[int] = set()
+        for s in sorted(route, key=lambda s: plan.stages[s].shard or (0, 1)):
+            stage = plan.stages[s]
+            held |= set(range(stage.first, stage.stop))
+            if stage.first < stage.stop:
+                ending.setdefault(stage.stop - 1, []).append(s)
+        if len(held) < plan.num_layers:
+            gone = min(set(range(plan.num_layers)) - held)
+            raise OctoPipeError(f"path {number} leaves out layer {gone}, which every micro-batch passes; add its stage")
+        for s in route:
+            _check_stage(plan, graph, number, s, ending)
+
+
+def _check_stage(plan: Plan, graph: LayerGraph, number: int, s: int, ending: Mapping[int, list[int]]) -> None:
+    """Raise an error unless a stage takes what its first layer takes. `ending`: the stages that end with a layer, on
+    the path with this number."""
+    stage = plan.stages[s]
+    if stage.first == stage.stop:  # the loss of shards, which the plan's own rules check
+        return
+    inside = [k for k in graph.borders if stage.first < k < stage.stop]
+    if inside:
+        raise OctoPipeError(
+            f"stage {s} holds layers [{stage.first}, {stage.stop}), and layer {inside[0]} must begin a stage, because "
+            "layers fork or join there; divide the stage"
+        )
+    taken = graph.takes[stage.first]
+    into = [a for a, b in edges_of(plan.routes, plan.edges, number) if b == s]
+    wanted = [a for k in taken for a in ending.get(k, ())]
+    if into != wanted and not (len(taken) == 1 and sorted(into) == sorted(wanted)):
+        raise OctoPipeError(
+            f"path {number}: stage {s} takes its input from stages {into}, but layer {stage.first} takes the outputs "
+            f"of layers {list(taken)}, in this order, from stages {wanted}; give the path these edges"
+        )
 
 
 def _part(stage: Stage, first: int, stop: int) -> Stage:

@@ -16,7 +16,7 @@ import numpy as np
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage, W
-from octopipe.plans.price import Array, stage_times, time_part
+from octopipe.plans.price import Array, stage_times, time_parts
 from octopipe.plans.two_lanes import Sequence, Walk, interleave, sequence, with_filler
 
 EMPTY = Sequence(0, np.zeros(0))
@@ -125,6 +125,6 @@ def stage_parts(
     layers = stage.recomputed_layers if kind == "R" else range(stage.first, stage.stop)
     times = costs.layer_times(kind) * costs.factor(micro_batch) * costs.slowdown(stage.rank)
     if stage.shard is not None:
-        times = times * time_part(stage, costs, kind)
+        times[stage.first : stage.stop] *= time_parts(stage, costs, kind)
     order = reversed(layers) if kind == "I" else layers
     return [(lane, float(times[k]) * share) for k in order for lane, share in segments.parts(kind, k)]

@@ -7,7 +7,7 @@ the file format (`plan_json`; docs/plan-format.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,6 +166,14 @@ class Plan:
     def with_extra(self, **extra: Any) -> Plan:
         """The same plan with additional provenance."""
         return replace(self, extra={**self.extra, **extra})
+
+    def adds_up(self, stage: int, into: Sequence[int]) -> bool:
+        """Whether a stage takes the sum of its inputs: if they are the outputs of shards of one layer. The loss of a
+        split head takes them one by one."""
+        given = [self.stages[s] for s in into]
+        parts = {(s.first, s.stop) for s in given}
+        of_one = len(given) > 1 and len(parts) == 1 and all(s.shard for s in given)
+        return of_one and self.stages[stage].first < self.stages[stage].stop
 
     @property
     def cut_heads(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.shard_times import parts_of
 from octopipe.costs.table import CostTable
+from octopipe.plans.paths import neighbours
 from octopipe.plans.plan import KINDS, Plan, Stage, route_neighbours
 
 Array = NDArray[np.float64]
@@ -58,7 +59,7 @@ def _cached(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostT
         cache = _CACHE.get()
         if cache is None:
             return price(plan, costs)
-        inputs = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
+        inputs = (costs, plan.stages, plan.routes, plan.edges, plan.route_of_micro_batch, plan.num_micro_batches)
         entry = cache.get(price.__name__)
         if entry is None or any(a is not b for a, b in zip(entry[0], inputs, strict=True)):
             prices = price(plan, costs)
@@ -121,24 +122,19 @@ def _parts(plan: Plan) -> Array | float:
     return np.array([part_of(s) for s in plan.stages])[:, None]
 
 
-def time_part(stage: Stage, costs: CostTable, kind: str) -> float:
-    """Return the share of its layers' time that an op of a stage takes: 1, or for a shard the measured share, or 1/n if
-    none was measured."""
+def time_parts(stage: Stage, costs: CostTable, kind: str) -> Array:
+    """Return, for each layer of a stage, the share of the layer's time that an op takes: 1, or for a shard the measured
+    share, or 1/n if none was measured."""
+    layers = range(stage.first, stage.stop)
     if stage.shard is None:
-        return 1.0
-    f, i, w = parts_of(costs.shard_times, stage.first, stage.shard[1])
+        return np.ones(len(layers))
+    count = stage.shard[1]
+    f, i, w = np.array([parts_of(costs.shard_times, k, count) for k in layers]).T
     if kind != "B":
-        return {"F": f, "R": f, "I": i, "W": w}[kind]
-    input_ms, weight_ms = float(costs.input_ms[stage.first]), float(costs.weight_ms[stage.first])
+        return cast(Array, {"F": f, "R": f, "I": i, "W": w}[kind])
+    input_ms, weight_ms = costs.input_ms[stage.first : stage.stop], costs.weight_ms[stage.first : stage.stop]
     both = input_ms + weight_ms
-    return (i * input_ms + w * weight_ms) / both if both > 0 else part_of(stage)
-
-
-def _time_parts(plan: Plan, costs: CostTable, kind: str) -> Array | float:
-    """Return `time_part` of all stages as a column, or 1 if no stage is a shard."""
-    if not costs.shard_times or all(s.shard is None for s in plan.stages):
-        return _parts(plan)
-    return np.array([time_part(s, costs, kind) for s in plan.stages])[:, None]
+    return np.where(both > 0, (i * input_ms + w * weight_ms) / np.where(both > 0, both, 1.0), 1.0 / count)
 
 
 @_cached
@@ -147,10 +143,15 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
     whole = [_layers(s) for s in plan.stages]
     again = [np.asarray(s.recomputed_layers, dtype=np.int64) for s in plan.stages]
     speed = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None]
+    measured = [s for s, stage in enumerate(plan.stages) if costs.shard_times and stage.shard is not None]
     out = np.empty((len(KINDS), len(plan.stages), plan.num_micro_batches))
     for code, kind in enumerate(KINDS):
-        slow = speed * _time_parts(plan, costs, kind)
-        out[code] = slow * _per_micro_batch(plan, costs, costs.layer_times(kind), again if kind == "R" else whole)
+        chosen, times = again if kind == "R" else whole, costs.layer_times(kind)
+        out[code] = speed * _parts(plan) * _per_micro_batch(plan, costs, times, chosen)
+        for s in measured:  # layers of a shard may have different shares
+            own, stage = times.copy(), plan.stages[s]
+            own[stage.first : stage.stop] *= time_parts(stage, costs, kind)
+            out[code, s] = speed[s] * _per_micro_batch(plan, costs, own, chosen[s : s + 1])[0]
     return out
 
 
@@ -208,24 +209,39 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     activation = _per_micro_batch(plan, costs, costs.activation_bytes, whole) * parts
     stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole) * parts
     kept = activation.copy()
+    received = _received_bytes(plan, costs) if any(s.recompute or s.offload for s in plan.stages) else kept
     for s, stage in enumerate(plan.stages):
         again = set(range(stage.first, stage.stop)) if stage.offload else set(stage.recomputed_layers)
         if not again:
             continue
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
-        inputs = np.array(_inputs(again, costs), dtype=np.int64)
+        inputs = np.array([k - 1 for k in sorted(again) if k - 1 not in again and k > stage.first], dtype=np.int64)
         kept[s] = (
             part_of(stage) * _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
             + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
         )
+        if stage.first in again:
+            kept[s] += received[s]
     return StageMemory(np.minimum(kept, activation), activation, stash)
 
 
-def _inputs(layers: Collection[int], costs: CostTable) -> list[int]:
-    """Return the layers outside of `layers` whose outputs they take."""
-    if costs.graph is None:
-        return [k - 1 for k in sorted(layers) if k - 1 not in layers and k > 0]
-    return [j for k in sorted(layers) for j in costs.graph.takes[k] if j not in layers]
+def _received_bytes(plan: Plan, costs: CostTable) -> Array:
+    """Return the bytes that each stage receives from other stages per micro-batch: the outputs of all stages before it
+    on the path, and those of shards of one layer only once, because they are added up."""
+    sizes, in_chain = boundary_bytes(plan, costs)
+    if not plan.edges:
+        return in_chain
+    before, _ = neighbours(plan.routes, plan.edges, len(plan.stages))
+    every = np.arange(plan.num_micro_batches)
+    out = np.zeros(sizes.shape)
+    for number in range(len(plan.routes)):
+        mine = every[np.asarray(plan.route_of_micro_batch) == number]
+        for s in plan.routes[number]:
+            into = [int(a) for a in before[number, s] if a >= 0]
+            if plan.adds_up(s, into):
+                into = into[:1]
+            out[s, mine] = sizes[np.ix_(into, mine)].sum(axis=0)
+    return out
 
 
 def offload_bytes(plan: Plan, costs: CostTable) -> Array:

@@ -77,7 +77,16 @@ def _structure_problems(plan: Plan) -> list[str]:
     for i in range(len(plan.stages)):
         if i not in used:
             out.append(f"stage {i} is on no route; add it to a route or remove it")
-    return out[:MAX_PROBLEMS]
+    return (out or _layers_nowhere(plan))[:MAX_PROBLEMS]
+
+
+def _layers_nowhere(plan: Plan) -> list[str]:
+    """Return the problem of layers that no stage holds: a path may leave layers out, but somebody must train them."""
+    held = np.zeros(plan.num_layers, bool)
+    for s in plan.stages:
+        held[s.first : s.stop] = True
+    gone = np.flatnonzero(~held)
+    return [f"no stage holds layer {gone[0]} of {plan.num_layers}; add it to a stage of a path"] if gone.size else []
 
 
 def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:

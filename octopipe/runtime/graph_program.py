@@ -117,7 +117,6 @@ def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dic
         for s in plan.routes[number]:
             if plan.stages[s].rank == rank:
                 into = [a for a, b in path_edges if b == s]
-                shards = {(plan.stages[a].first, plan.stages[a].stop) for a in into if plan.stages[a].shard}
                 is_shard = plan.stages[s].shard is not None and plan.stages[s].stop - 1 in heads
                 cells[s, m] = GraphCell(
                     s,
@@ -125,10 +124,9 @@ def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dic
                     not into,
                     all(a != s for a, _ in path_edges),
                     bool(again[s, m] >= 0),
-                    adds=len(into) > 1 and len(shards) == 1 and all(plan.stages[a].shard for a in into)
-                    and plan.stages[s].first < plan.stages[s].stop,
+                    adds=plan.adds_up(s, into),
                     is_shard=is_shard,
-                )  # fmt: skip
+                )
         for a, b in path_edges:
             giver, taker = cells.get((a, m)), cells.get((b, m))
             if giver is None and taker is None:

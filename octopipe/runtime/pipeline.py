@@ -119,7 +119,7 @@ class Pipeline:
         if cuda_graphs and self.device.type != "cuda":
             raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
         lowered_here = not isinstance(plan, Program)
-        program = program_of(plan, costs, channel, num_ranks=whole_world.size, num_layers=len(layers))
+        program = program_of(plan, costs, channel, num_ranks=whole_world.size, layers=layers)
         self.plan = plan = program.plan
         self.costs = costs
         self.world = world = whole_world.for_steps(on_host=self.device.type != "cuda")

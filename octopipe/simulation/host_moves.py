@@ -150,17 +150,21 @@ def _of_rank(
 
 def _with_op(lanes: _Lanes, fetch: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which copies back can begin as late as the op at their `fetch` and still end before their backward
-    starts."""
+    starts, and so early that no later copy of the lane is late."""
     out = np.zeros(fetch.size, np.bool_)
     back = lanes.back - lanes.offset
+    order = np.argsort(back, kind="stable")
+    latest, following = np.empty(fetch.size), np.inf  # when a copy must have begun
+    for k in order[::-1]:
+        latest[k] = following = min(following, lanes.start[back[k]]) - lanes.ms[k]
     before = np.concatenate(([0.0], lanes.end))
     at, place = -np.inf, -1
-    for k in np.argsort(back, kind="stable"):
-        late = max(at, lanes.start[fetch[k]]) + lanes.ms[k]
+    for k in order:
+        late = max(at, lanes.start[fetch[k]])
         # If the copy before it in the lane waits at the same place, waiting as well costs nothing.
         follows = fetch[k] == place
-        if follows or (fetch[k] < back[k] and late <= lanes.start[back[k]]):
-            out[k], at, place = True, late, int(fetch[k])
+        if follows or (fetch[k] < back[k] and late <= latest[k]):
+            out[k], at, place = True, late + lanes.ms[k], int(fetch[k])
         else:
             at = max(at, before[fetch[k]]) + lanes.ms[k]
     return out

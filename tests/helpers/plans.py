@@ -88,6 +88,61 @@ def random_plan(
     )
 
 
+def random_graph_plan(rng: random.Random) -> Plan:
+    """A plan whose paths are random graphs over stages, some of which are shards, in a random order."""
+    ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 4)
+    stages: list[Stage] = []
+    layers = 0
+    for _ in range(rng.randint(2, 5)):
+        parts = rng.choice((1, 1, 1, 2, 3))
+        width = rng.randint(1, 2)
+        for k in range(parts):
+            shard = (k, parts) if parts > 1 else None
+            stages.append(Stage(first=layers, stop=layers + width, rank=rng.randrange(ranks), shard=shard))
+        layers += width
+    paths, edges = [], []
+    everything = list(range(len(stages)))
+    for number in range(rng.choice((1, 2))):
+        members = everything
+        if number:  # a second path may leave whole layers out, as a micro-batch without an image does
+            gone = rng.choice(stages).first
+            members = [s for s in everything if stages[s].first != gone] or everything
+        arrows = set()
+        for at, s in enumerate(members[1:], 1):
+            arrows |= {(before, s) for before in rng.sample(members[:at], min(at, rng.choice((1, 1, 2, 3))))}
+        for s in members[:-1]:
+            if not any(s in arrow for arrow in arrows):
+                arrows.add((s, members[-1]))
+        paths.append(tuple(members))
+        edges.append(tuple(sorted(arrows)))
+    route_of = tuple(rng.randrange(len(paths)) for _ in range(micro_batches))
+    needs: dict[Op, set[Op]] = {}
+    for m in range(micro_batches):
+        back = {s: Op(s, rng.choice("IB"), m) for s in paths[route_of[m]]}
+        for s in paths[route_of[m]]:
+            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges[route_of[m]] if b == s}
+            needs[back[s]] = {Op(s, "F", m)} | {back[b] for a, b in edges[route_of[m]] if a == s}
+            if back[s].kind == "I":
+                needs[Op(s, "W", m)] = {back[s]}
+    orders = interleaved(rng, needs, stages, ranks)
+    plan = Plan(
+        num_layers=layers,
+        num_ranks=ranks,
+        num_micro_batches=micro_batches,
+        stages=tuple(stages),
+        orders=tuple(map(tuple, orders)),
+        routes=tuple(paths),
+        edges=tuple(edges),
+        route_of_micro_batch=route_of,
+    )
+    used = {s for path in plan.routes for s in path}
+    assert used == set(everything)
+    plan.check()
+    for op in needs:
+        assert set(plan.predecessors(op)) == needs[op]
+    return plan
+
+
 def random_costs(rng: random.Random, plan: Plan, *, zeros: bool = True) -> CostTable:
     """Uneven layers, links, ranks and micro-batches; with `zeros`, some times are exactly zero."""
     layers = plan.num_layers

@@ -14,7 +14,7 @@ from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.profile_file import Profile, profile_from_object
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record, record_of
-from octopipe.plans.branches import along_graph
+from octopipe.plans.branches import along_graph, chain_of, check_connections
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.plans.price import stage_memory, static_bytes
 from octopipe.search.systems import build_plan
@@ -166,3 +166,45 @@ def test_a_layer_that_runs_again_keeps_all_that_it_takes() -> None:
     for table in (found.costs, found.partial[1]):
         assert table.activation_bytes[[1, LAYER]].tolist() == [1e6, 2e6]
         assert table.workspace_bytes[[1, LAYER]].tolist() == [4e6, 3e6]
+
+
+def with_edges(plan: Plan, *edges: tuple[int, int]) -> Plan:
+    return replace(plan, edges=(edges,)).check()
+
+
+def test_a_plan_that_forks_must_have_the_connections_of_the_layers() -> None:
+    plan = along_graph(one_stage_each((0, 1)), graph())
+    assert plan.edges == (((0, 1), (1, 2), (2, 3), (0, 4), (2, 4)),)
+    assert along_graph(plan, graph()) is plan
+    swapped = with_edges(plan, (0, 1), (1, 2), (2, 3), (2, 4), (0, 4))
+    with pytest.raises(OctoPipeError, match=r"stage 4 takes its input from stages \[2, 0\], .* stages \[0, 2\]"):
+        along_graph(swapped, graph())
+    with pytest.raises(OctoPipeError, match=r"stage 2 takes its input from stages \[0, 1\]"):
+        along_graph(with_edges(plan, (0, 1), (0, 2), (1, 2), (2, 3), (0, 4), (2, 4)), graph())
+    with pytest.raises(OctoPipeError, match=r"stage 3 takes its input from stages \[1\], .* stages \[2\]"):
+        check_connections(with_edges(plan, (0, 1), (1, 2), (1, 3), (3, 4), (2, 4)), chain_of(9))
+
+
+def test_a_path_of_a_model_holds_all_of_its_layers_in_stages_that_begin_where_they_fork() -> None:
+    plan = along_graph(one_stage_each((0, 1)), graph())
+    orders = tuple(tuple(op for op in order if op.stage != 4) for order in plan.orders)
+    less = replace(plan, orders=orders, routes=((0, 1, 2, 3), (0, 1, 2, 3, 4)), route_of_micro_batch=(0,))
+    less = replace(less, edges=(((0, 1), (1, 2), (2, 3)), plan.edges[0])).check()
+    with pytest.raises(OctoPipeError, match="path 0 leaves out layer 7"):
+        along_graph(less, graph())
+    merged = Plan(
+        num_layers=9, num_ranks=1, num_micro_batches=1,
+        stages=(Stage(first=0, stop=7, rank=0), Stage(first=7, stop=9, rank=0)),
+        orders=((Op(0, "F", 0), Op(0, "B", 0), Op(1, "F", 0), Op(1, "B", 0)),), edges=((),),
+    )  # fmt: skip
+    with pytest.raises(OctoPipeError, match=r"stage 0 holds layers \[0, 7\), and layer 1 must begin a stage"):
+        check_connections(replace(merged, routes=((0, 1),)), graph())
+
+
+def test_every_part_of_a_cut_embedding_is_taken_in_any_order() -> None:
+    stages = (*(Stage(first=0, stop=1, rank=0, shard=(k, 2)) for k in range(2)), Stage(first=1, stop=3, rank=0))
+    ops = tuple(Op(s, kind, 0) for kind in "FB" for s in ((0, 1, 2) if kind == "F" else (2, 1, 0)))
+    plan = Plan(num_layers=3, num_ranks=1, num_micro_batches=1, stages=stages, orders=(ops,), edges=(((1, 2), (0, 2)),))
+    check_connections(plan.check(), chain_of(3))
+    with pytest.raises(OctoPipeError, match=r"takes its input from stages \[1\]"):
+        check_connections(replace(plan, edges=(((1, 2),),)), chain_of(3))

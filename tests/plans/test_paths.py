@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from plans import interleaved, random_costs
+from plans import random_costs, random_graph_plan
 from test_pairs import slots_in_time, with_exchange, with_pairs
 
 from octopipe.base.errors import OctoPipeError, PlanError
@@ -18,61 +18,6 @@ from octopipe.plans.file import plan_from_json, plan_to_json
 from octopipe.plans.plan import Op, Plan, Stage, parse_orders
 from octopipe.simulation.lowering import CHANNELS, lower
 from octopipe.simulation.simulator import simulate
-
-
-def random_graph_plan(rng: random.Random) -> Plan:
-    """A plan whose paths are random graphs over stages, some of which are shards, in a random order."""
-    ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 4)
-    stages: list[Stage] = []
-    layers = 0
-    for _ in range(rng.randint(2, 5)):
-        parts = rng.choice((1, 1, 1, 2, 3))
-        width = rng.randint(1, 2)
-        for k in range(parts):
-            shard = (k, parts) if parts > 1 else None
-            stages.append(Stage(first=layers, stop=layers + width, rank=rng.randrange(ranks), shard=shard))
-        layers += width
-    paths, edges = [], []
-    everything = list(range(len(stages)))
-    for number in range(rng.choice((1, 2))):
-        members = everything
-        if number:  # a second path may leave whole layers out, as a micro-batch without an image does
-            gone = rng.choice(stages).first
-            members = [s for s in everything if stages[s].first != gone] or everything
-        arrows = set()
-        for at, s in enumerate(members[1:], 1):
-            arrows |= {(before, s) for before in rng.sample(members[:at], min(at, rng.choice((1, 1, 2, 3))))}
-        for s in members[:-1]:
-            if not any(s in arrow for arrow in arrows):
-                arrows.add((s, members[-1]))
-        paths.append(tuple(members))
-        edges.append(tuple(sorted(arrows)))
-    route_of = tuple(rng.randrange(len(paths)) for _ in range(micro_batches))
-    needs: dict[Op, set[Op]] = {}
-    for m in range(micro_batches):
-        back = {s: Op(s, rng.choice("IB"), m) for s in paths[route_of[m]]}
-        for s in paths[route_of[m]]:
-            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges[route_of[m]] if b == s}
-            needs[back[s]] = {Op(s, "F", m)} | {back[b] for a, b in edges[route_of[m]] if a == s}
-            if back[s].kind == "I":
-                needs[Op(s, "W", m)] = {back[s]}
-    orders = interleaved(rng, needs, stages, ranks)
-    plan = Plan(
-        num_layers=layers,
-        num_ranks=ranks,
-        num_micro_batches=micro_batches,
-        stages=tuple(stages),
-        orders=tuple(map(tuple, orders)),
-        routes=tuple(paths),
-        edges=tuple(edges),
-        route_of_micro_batch=route_of,
-    )
-    used = {s for path in plan.routes for s in path}
-    assert used == set(everything)
-    plan.check()
-    for op in needs:
-        assert set(plan.predecessors(op)) == needs[op]
-    return plan
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -178,6 +123,10 @@ def test_shards_must_be_complete_and_need_arrows() -> None:
         text = msgspec.json.decode(plan_to_json(plan))
         text["paths"] = [{"edges": [[0, 1], [1, 0]]}]
         plan_from_json(msgspec.json.encode(text))
+
+
+def test_a_layer_that_no_stage_holds_is_named() -> None:
+    assert "no stage holds layer 3 of 4" in replace(cut_head(), num_layers=4).problems()[0]
 
 
 def test_what_knows_chains_only_says_so() -> None:

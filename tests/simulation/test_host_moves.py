@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from octopipe.search.offload import fitting, offloading, without_recomputing
 from octopipe.search.recompute import recomputing
 from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
+from octopipe.simulation.host_moves import choose_moves
 from octopipe.simulation.lowering import CHANNELS, lower
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import timeline_from_json
@@ -196,3 +198,28 @@ def test_pipe_offload_leaves_less_on_the_device_than_the_schedule_it_is_made_of(
         assert (timeline.peak_bytes - timeline.memory[0].static_bytes).max() < least * base.peak_bytes.max()
     with pytest.raises(OctoPipeError, match="link to host memory"):
         build_plan("pipe-offload", costs.replace(host_link=None), 4, 8)
+
+
+def lane_of(seed: int) -> tuple[Any, ...]:
+    """One rank's ops with gaps between them, of which some forwards and backwards may move their activations."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, 9))
+    took = rng.choice([0.0, 0.0, 0.5, 1.0], 3 * count)
+    start = np.cumsum(rng.choice([0.0, 0.0, 0.2, 3.0], 3 * count) + np.concatenate(([0.0], took[:-1])))
+    order = rng.permutation(3 * count)
+    pairs = np.sort(order[: 2 * count].reshape(count, 2), axis=1).astype(np.int32)
+    pairs = pairs[np.argsort(pairs[:, 0])]
+    offsets = np.array([0, 3 * count], np.int32)
+    ms = np.full(count, rng.choice([0.1, 0.5]))
+    return offsets, pairs[:, 0], pairs[:, 1], rng.uniform(1, 9, count), ms, start, start + took
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_copy_back_that_waits_with_an_op_makes_no_later_copy_late(seed: int) -> None:
+    offsets, forward, back, nbytes, ms, start, end = lane_of(seed)
+    moves = choose_moves(offsets, forward, back, nbytes, ms, start, end)
+    at = -np.inf
+    for k in np.argsort(moves.back):
+        ready = start[moves.fetch[k]] if moves.with_op[k] else np.concatenate(([0.0], end))[moves.fetch[k]]
+        at = max(at, ready) + moves.ms[k]
+        assert at <= start[moves.back[k]] + 1e-9

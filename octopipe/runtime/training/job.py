@@ -15,7 +15,7 @@ from octopipe.costs.mode import Mode, precision_of, refuse_on_cpu, refuse_other_
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
-from octopipe.plans.branches import along_graph
+from octopipe.plans.branches import along_graph, chain_of, check_connections
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.runtime.training.data.opening import Reading
@@ -175,12 +175,11 @@ class TrainJob:
                 raise OctoPipeError("adapt supports one pipeline only; leave --dp out")
             if self.profile is None and not self.measure:
                 raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
-        if (
-            self.plan is not None
-            and self.plan.num_layers == self.spec.num_layers
-            and not isinstance(self.spec, ModelSpec)
-        ):
-            object.__setattr__(self, "plan", along_graph(self.plan, self.spec.graph()))
+        if self.plan is not None and self.plan.num_layers == self.spec.num_layers:
+            graph = None if isinstance(self.spec, ModelSpec) else self.spec.graph()
+            if graph is None and self.plan.forks:
+                check_connections(self.plan, chain_of(self.spec.num_layers))
+            object.__setattr__(self, "plan", along_graph(self.plan, graph))
         if self.plan is not None:
             if self.plan.num_ranks != self.pp:
                 raise OctoPipeError(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from octopipe.costs.table import CostTable
 from octopipe.plans.paths import Edge, neighbours
 from octopipe.plans.plan import Stage
-from octopipe.plans.price import PARTIAL_BYTES, time_part
+from octopipe.plans.price import PARTIAL_BYTES, time_parts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -139,7 +139,10 @@ class Prices:
         """For F, I and W: the share of its layers' time that every stage takes."""
         if not self.costs.shard_times:
             return [part, part, part]
-        return [np.array([time_part(s, self.costs, kind) for s in stages]) for kind in "FIW"]
+        return [
+            np.array([time_parts(s, self.costs, kind)[0] if s.shard else 1.0 for s in stages])  # a shard has one layer
+            for kind in "FIW"
+        ]
 
     def of(self, layout: Layout, tight: float) -> Priced | None:
         """The costs of a layout; None if weights and one micro-batch do not fit. `tight` is the share of the free
