@@ -82,8 +82,9 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     frozen = frozen_layers(spec, args.frozen)
     plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, given, spec.num_layers)
-    if len(encoder["images"]) > 1 and plan is None and micro_batches is None:
-        micro_batches = max(1, len(encoder["images"]) // (args.micro_batch_size or 1))
+    listed = max(len(encoder["images"]), len(encoder["recordings"]))
+    if listed > 1 and plan is None and micro_batches is None:
+        micro_batches = max(1, listed // (args.micro_batch_size or 1))
     if profile is not None:
         check_model(profile, spec, args.profile, args.device)
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
@@ -165,14 +166,31 @@ def _encoder_of(args: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
         "frozen": "these layers are not trained",
         "offload_optimizer": "this share of the optimizer state is kept in host memory",
     }
-    for name in ("images", "encoder_seq", *told):
+    if (args.images is not None or args.recordings is not None) and not _has_two_towers(args.model):
+        # Both are names of the same number, so the one that is given replaces the plan's.
+        planned = {name: value for name, value in planned.items() if name not in ("images", "recordings")}
+    for name in ("images", "recordings", "encoder_seq", *told):
         if getattr(args, name) is None and planned.get(name) is not None:
             setattr(args, name, planned[name])
             if name in told and planned[name]:
                 text = f"{args.plan} was made with --{name.replace('_', '-')} {planned[name]}: {told[name]}"
                 console(stderr=True).print(named(text), soft_wrap=True)
-    images = () if args.images is None else ItemCounts().read("--images", args.images)
-    return {"images": images, "encoder_seq": args.encoder_seq}
+    counts: dict[str, Any] = {}
+    for name in ("images", "recordings"):
+        given = getattr(args, name)
+        counts[name] = () if given is None else ItemCounts().read(f"--{name}", given)
+    return {**counts, "encoder_seq": args.encoder_seq}
+
+
+def _has_two_towers(model: str) -> bool:
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.resolve import resolve_spec
+
+    try:
+        spec = resolve_spec(model)
+    except OctoPipeError:  # a family that is run, but not planned
+        return False
+    return spec is not None and len(spec.sources) > 1
 
 
 def _plan_and_ranks(

@@ -121,11 +121,16 @@ class Setup:
     )  # fmt: skip
     """Tokens per sequence; None: the file of times does not say."""
     images: tuple[float, ...] = asked(
-        (), ItemCounts(), part="batch", of_a_model=True, also={"recordings": lambda given: given},
-        words="models with a tower: images (or recordings) per sequence, one number, or one for every sequence of a "
-        "pipeline's step as a list or a file", unless_given="1",
+        (), ItemCounts(), part="batch", of_a_model=True,
+        words="models with a tower: images per sequence, one number, or one for each of a step as a list or a file",
+        unless_given="1",
     )  # fmt: skip
     """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
+    recordings: tuple[float, ...] = asked(
+        (), ItemCounts(), part="batch", of_a_model=True,
+        words="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
+        unless_given="1",
+    )  # fmt: skip
     encoder_seq: int | None = asked(
         None, Whole(), part="batch", of_a_model=True, optional=True,
         words="models with a tower or an encoder: positions per image, recording or source text",
@@ -405,10 +410,13 @@ class Setup:
             rank_memory_gib=self.memory_gib,
         )
 
+    @property
+    def listed_sequences(self) -> int:
+        """The number of sequences whose images or recordings are listed; at most 1 if none are."""
+        return max(len(self.images), len(self.recordings))
+
     def with_micro_batches(self, micro_batches: int) -> Setup:
         return replace(self, micro_batches=micro_batches)
-
-    # -- as text and JSON --------------------------------------------------------------------------------------------
 
     def words(self) -> str:
         """Describe the set-up in one line, which is shown with the numbers that it applies to."""
@@ -440,11 +448,3 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-
-
-def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
-    """Return the layers that full recomputation runs again inside the backward: all between embedding and head, or
-    `count` of them, spread evenly."""
-    inner = num_layers - 2
-    count = inner if count is None else min(count, inner)
-    return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

@@ -129,14 +129,29 @@ def item_factor(job: TrainJob) -> Any:
     if form is None or form.decodes or not form.num_tower_layers:
         return None
     size = job.micro_batch_size
-    items = form.items(job.num_micro_batches * size)
-    mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
-    typical = sum(form.typical(size))
-    if not typical or (mine == typical).all():
-        return None
     factor = np.ones((job.num_micro_batches, job.spec.num_layers))
-    factor[:, : form.num_tower_layers] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
-    return factor
+    for kind in form.kinds:
+        items, (first, stop) = kind.items(job.num_micro_batches * size), kind.tower_range
+        mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
+        typical = sum(kind.typical(size))
+        if typical:
+            factor[:, first:stop] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
+    return None if (factor == 1).all() else factor
+
+
+def handed_factor(job: TrainJob, factor: Any) -> Any:
+    """Return the factors of what layers hand over, for times by `item_factor`; None if they are the same.
+
+    Layers of one of two towers also hand on what belongs to the other. A measured size does not say how much of it
+    does, so the larger factor counts.
+    """
+    form = job.inputs
+    if form is None or form.beside is None:
+        return None
+    out = factor.copy()
+    towers = slice(0, form.num_tower_layers)
+    out[:, towers] = factor[:, [kind.tower_range[0] for kind in form.kinds]].max(axis=1)[:, None]
+    return out
 
 
 def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:

@@ -54,6 +54,7 @@ from octopipe.runtime.training.run_parts import (
     backend,
     check_memory,
     folder,
+    handed_factor,
     identity,
     item_factor,
     length_factor,
@@ -166,7 +167,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         factor = length_factor(job, profile.costs.tokens_per_micro_batch)
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=factor))
     if profile is not None and (items := item_factor(job)) is not None:
-        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=items))
+        costs = profile.costs.replace(micro_batch_factor=items, boundary_factor=handed_factor(job, items))
+        profile = profile.with_costs(costs)
     job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
