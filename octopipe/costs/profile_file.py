@@ -116,9 +116,11 @@ def _measured_with(about: object, tokens: int | None, where: str) -> Setup | Non
         return None
     rows = recipe.get("micro_batch_size")
     rows = rows if isinstance(rows, int) and tokens is not None and rows > 0 and tokens % rows == 0 else 1
-    known = {name: recipe[name] for name in ("images", "encoder_seq", "frozen") if recipe.get(name) is not None}
-    if isinstance(known.get("images"), str):  # the name of a file, which may be another one by now
-        del known["images"]
+    names = ("images", "recordings", "encoder_seq", "frozen")
+    known = {name: recipe[name] for name in names if recipe.get(name) is not None}
+    for name in ("images", "recordings"):
+        if isinstance(known.get(name), str):  # the name of a file, which may be another one by now
+            del known[name]
     if rows == 1 and not known:
         return None
     seq = None if tokens is None else tokens // rows

@@ -184,8 +184,8 @@ def resolve_costs(
             )
         return _measured(found, setup, gpu_given=gpu_given, reroute="imbalance" in asked)
     setup = replace(setup, seq=default_seq(found) if setup.seq is None else setup.seq)
-    if len(setup.images) > 1 and setup.micro_batches is None:
-        setup = setup.with_micro_batches(max(1, len(setup.images) // setup.micro_batch_size))
+    if setup.listed_sequences > 1 and setup.micro_batches is None:
+        setup = setup.with_micro_batches(max(1, setup.listed_sequences // setup.micro_batch_size))
     if "tp" not in asked:
         setup = replace(setup, tp=tensor_parallel(found, setup))
     table = costs_of_setup(found, setup, micro_batch_tokens=setup.micro_batch_tokens or None, batch=batch)
@@ -301,7 +301,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
     own = table.setup or Setup(gpu=None)
     rows = 1 if tokens is None else own.micro_batch_size
     size = {"seq": None if tokens is None else tokens // rows, "micro_batch_size": rows}
-    size |= {"images": own.images, "encoder_seq": own.encoder_seq, "frozen": own.frozen}
+    size |= {name: getattr(own, name) for name in ("images", "recordings", "encoder_seq", "frozen")}
     known = Setup(**{**fields, **size, "gpu": None, "tp": setup.tp, "reserve_gib": reserve})
     if reroute and not cannot_change(table.routing, table.segments):
         table, known = table.with_imbalance(setup.imbalance), replace(known, imbalance=setup.imbalance)

@@ -91,6 +91,9 @@ class CostTable:
     rank_memory_bytes: tuple[float, ...] = ()
     """Capacity per rank; empty means unlimited; one entry means the same for all."""
     micro_batch_factor: Array | None = None
+    boundary_factor: Array | None = None
+    """Factors of the boundary bytes, [M, layers], if they are not `micro_batch_factor`: layers of one of two towers
+    also hand on what belongs to the other."""
     tokens_per_micro_batch: int | None = None
     data_parallel: int = 1
     """Pipelines that train side by side and reduce their gradients at the end of a step."""
@@ -187,6 +190,14 @@ class CostTable:
             factor = np.ascontiguousarray(factor)
             factor.setflags(write=False)
             object.__setattr__(self, "micro_batch_factor", factor)
+        if self.boundary_factor is not None:
+            moved = np.ascontiguousarray(self.boundary_factor, dtype=np.float64)
+            if self.micro_batch_factor is None or moved.shape != self.micro_batch_factor.shape:
+                raise OctoPipeError(f"{self.model}: boundary_factor must have the shape of micro_batch_factor")
+            if not np.all((moved > 0) & (moved <= MAX_RATIO)):
+                raise OctoPipeError(f"{self.model}: boundary_factor needs finite numbers > 0 up to {MAX_RATIO:g}")
+            moved.setflags(write=False)
+            object.__setattr__(self, "boundary_factor", moved)
 
     @classmethod
     def uniform(
@@ -268,9 +279,18 @@ class CostTable:
         """Whether any op has an exchange that another op's computation could hide."""
         return self.segments is not None and self.segments.any_exchange
 
+    @property
+    def handed_factor(self) -> Array | None:
+        """The factor of every micro-batch for the boundary bytes of every layer; None: 1 for all."""
+        return self.micro_batch_factor if self.boundary_factor is None else self.boundary_factor
+
     def factor(self, micro_batch: int) -> Array | float:
         """Size factor of a micro-batch, per layer."""
         return 1.0 if self.micro_batch_factor is None else self.micro_batch_factor[micro_batch]
+
+    def handed(self, micro_batch: int) -> Array | float:
+        """Size factor of what a micro-batch's layers hand over, per layer."""
+        return 1.0 if self.handed_factor is None else self.handed_factor[micro_batch]
 
     def range_ms(self, kind: str, first: int, stop: int, *, micro_batch: int | None = None) -> float:
         """Time of one op over layers [first, stop) on a rank of speed 1."""
@@ -282,10 +302,11 @@ class CostTable:
     def only(self, layers: Sequence[int]) -> CostTable:
         """Return the costs of a chain of only these layers."""
         at = np.asarray(layers, dtype=np.int64)
-        factor = self.micro_batch_factor
+        factor, moved = self.micro_batch_factor, self.boundary_factor
         return self.replace(
             symbols="".join(self.symbols[k] for k in layers),
             micro_batch_factor=None if factor is None else factor[:, at],
+            boundary_factor=None if moved is None else moved[:, at],
             repeatable=tuple(self.repeatable[k] for k in layers) if self.repeatable else (),
             **{name: getattr(self, name)[at] for name in PER_LAYER},
             tied_bytes=0.0,
@@ -368,7 +389,8 @@ class CostTable:
         for f in fields(self):
             value = getattr(self, f.name)
             optional = f.name in ("tied_bytes", "segments", "repeatable", "copy_sum", "shard_times", "graph")
-            if f.name in ("setup", "model_flops", "mode", "host_link", "routing") or (optional and not value):
+            absent = (optional and not value) or (f.name == "boundary_factor" and value is None)
+            if f.name in ("setup", "model_flops", "mode", "host_link", "routing") or absent:
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -208,6 +208,13 @@ class LayerList(list[Factory | nn.Module]):
         return before[-1] + 1 if before else 0
 
     @property
+    def tower_stops(self) -> dict[str, int]:
+        """For every list of layers of a tower or an encoder, in their order, the layer behind its last one; what comes
+        between two lists belongs to the second."""
+        last = {name: k + 1 for k, name in enumerate(self.stacks[: self.num_tower_layers])}
+        return {name: stop for name, stop in last.items() if name not in ("embedding", "passage")}
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """For every layer, its class and the type of its block."""
         return self._cut.kinds()

@@ -109,14 +109,15 @@ def describe(
     attention: str | None = None,
     liger: bool = False,
     images: tuple[float, ...] = (),
+    recordings: tuple[float, ...] = (),
     encoder_seq: int | None = None,
     seq: int = 0,
     name: str = "",
     predictions: float | None = None,
 ) -> HfModel:
     """The properties of the model at a path, or of a preset's config. A model that cannot be trained is rejected here,
-    before any process starts. `images` and `encoder_seq` are for models with a tower or an encoder, for sequences of
-    `seq` tokens."""
+    before any process starts. `images`, `recordings` and `encoder_seq` are for models with a tower or an encoder, for
+    sequences of `seq` tokens."""
     given: Any = dict(source) if isinstance(source, Mapping) else Path(source)
     path = given if isinstance(given, Path) else None
     pretrained = path is not None and path.is_dir() and has_weights(path)
@@ -143,7 +144,7 @@ def describe(
         liger=liger,
         dtype=_dtype(given),
         layer_parameters=parts.layer_parameters,
-        inputs=_inputs(parts, name, images, encoder_seq, seq),
+        inputs=_inputs(parts, name, images, recordings, encoder_seq, seq),
         predictions=predictions,
         takes=parts.takes,
         shared=parts.shared,
@@ -153,16 +154,26 @@ def describe(
 
 
 def _inputs(
-    parts: LayerList, name: str, images: tuple[float, ...], encoder_seq: int | None, seq: int
+    parts: LayerList,
+    name: str,
+    images: tuple[float, ...],
+    recordings: tuple[float, ...],
+    encoder_seq: int | None,
+    seq: int,
 ) -> InputForm | None:
     if parts.example is None:
-        if images or encoder_seq is not None:
+        if images or recordings or encoder_seq is not None:
             raise OctoPipeError(
-                f"{name} has no tower and no encoder; --images and --encoder-seq have no effect; leave them out"
+                f"{name} has no tower and no encoder; --images, --recordings and --encoder-seq have no effect; leave "
+                "them out"
             )
         return None
-    form = form_of(parts.example, parts.config, num_tower_layers=parts.num_tower_layers, vocab=parts.vocab, where=name)
-    return with_items(form, parts.config, images=images, encoder_seq=encoder_seq, seq=seq, where=name)
+    given: dict[str, Any] = {"num_tower_layers": parts.num_tower_layers, "vocab": parts.vocab, "where": name}
+    form = form_of(parts.example, parts.config, **given)
+    if form.beside is not None:
+        form = form.with_towers(parts.tower_stops)
+    more: dict[str, Any] = {"recordings": recordings, "encoder_seq": encoder_seq, "seq": seq, "where": name}
+    return with_items(form, parts.config, images=images, **more)
 
 
 def _refuse_layers_of_towers(source: Any, num_layers: int | None) -> None:

@@ -30,6 +30,7 @@ from octopipe.huggingface.media import (
     media_of,
     number,
     parts_of,
+    recordings_of,
 )
 from octopipe.huggingface.sections import stacks
 from octopipe.huggingface.trials import Trials
@@ -55,6 +56,8 @@ OUTPUT_CHOICES = ("use_cache", "output_", "return_dict", "logits_to_keep", "kwar
 MARKS = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
 """Inputs that mark the tokens which are placeholders of an image."""
 MASK = "attention_mask"
+FRAME_MASK = "feature_attention_mask"
+"""The mask of a recording's frames in models that take images and recordings."""
 MOST_NAMES = 5
 
 
@@ -83,7 +86,9 @@ def example_of(model: nn.Module) -> dict[str, Tensor]:
         trials, furthest, last = Trials(model, lists), -1, ""
         for media in media_of(model):
             try:
-                return _decoded(model, media, trials) if decodes else _placed(model, media, trials)
+                if decodes:
+                    return _decoded(model, media, trials)
+                return _with_recordings(model, _placed(model, media, trials), media, trials)
             except OctoPipeError:
                 raise
             except Exception as error:  # the model takes another form
@@ -159,6 +164,44 @@ def _placed(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]
             return _placed_as(model, masked, trials)
         except Exception:
             raise error from None
+
+
+def _with_recordings(model: nn.Module, batch: dict[str, Tensor], media: Media, trials: Trials) -> dict[str, Tensor]:
+    """The batch with a recording beside the image of every row, if the model has a tower for each; otherwise the batch
+    as it is.
+
+    A tower for recordings shows in layers that a batch of images does not run. Only recordings of frames with
+    `FRAME_MASK` are tried, because the search takes minutes for some families that take others.
+    """
+    token, idle = token_of(model.config, "audio"), trials.idle
+    if media.kind == "audio" or token is None or not idle or FRAME_MASK not in inputs_of(model):
+        return batch
+    for sound in recordings_of(model):
+        try:
+            alone = _placed(model, sound, trials)
+            if idle <= trials.idle:
+                continue
+            both = _joined(batch, alone, token)
+            trials.check(both)
+        except Exception:  # the model takes recordings in another form
+            continue
+        if not idle <= trials.idle:
+            return both
+    return batch
+
+
+def _joined(batch: dict[str, Tensor], sound: dict[str, Tensor], token: int) -> dict[str, Tensor]:
+    """The inputs of both batches; the placeholders of the second stand before the last token of the first."""
+    places = int((sound["input_ids"][0] == token).sum())
+    if not places:
+        raise ValueError("recordings take no places in the sequence")
+    ids = torch.where(batch["input_ids"] == token, batch["input_ids"] - 1, batch["input_ids"])
+    out = {**sound, **batch}
+    out["input_ids"] = torch.cat((ids[:, :-1], torch.full((ROWS, places), token), ids[:, -1:]), 1)
+    for name in MARKS:
+        if name in out:  # they mark images, which the placeholders of recordings are not
+            out[name] = torch.cat((batch[name][:, :-1], batch[name].new_zeros(ROWS, places), batch[name][:, -1:]), 1)
+    return _with_mask(out)
 
 
 def _placed_as(model: nn.Module, media: Media, trials: Trials) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ reads those.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.examples import MARKS, MASK, token_of
-from octopipe.huggingface.media import PATCHES, ROWS, TOKENS
+from octopipe.costs.cluster.item_counts import check_lists, of_one_tower
+from octopipe.huggingface.examples import FRAME_MASK, MARKS, MASK, token_of
+from octopipe.huggingface.media import PATCHES, RECORDINGS, ROWS, TOKENS
 from octopipe.models.readers.hf_towers import ANY_SIZE_TOKENS
 
 IGNORED = -100
@@ -62,7 +64,34 @@ class InputForm:
     positions: int = 0
     """The encoder's sequence length for one item, if items may have any size; 0 if the model fixes it."""
     num_tower_layers: int = 0
-    """The number of the encoder's layers, which are the first ones."""
+    """The number of the layers of the encoder or of all towers, which are the first ones."""
+    own_layers: tuple[int, int] | None = None
+    """The first of the layers that read these items, and the one behind the last; None: all of `num_tower_layers`."""
+    beside: InputForm | None = None
+    """The recordings of a model that reads images and recordings; its other properties are those of the images."""
+
+    @property
+    def kinds(self) -> tuple[InputForm, ...]:
+        """The form of every kind of items."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def tower_range(self) -> tuple[int, int]:
+        """The first of the layers that read these items, and the one behind the last."""
+        return (0, self.num_tower_layers) if self.own_layers is None else self.own_layers
+
+    def with_towers(self, stops: Mapping[str, int]) -> InputForm:
+        """The form with the layers of each tower. `stops`: the lists of their layers, with the layer behind each."""
+        ranges = dict(zip(stops, zip((0, *stops.values()), stops.values()), strict=False))
+        heard = [name for name in ranges if any(word in name for word in ("audio", "speech", "sound"))]
+        if self.beside is None or len(ranges) != 2 or len(heard) != 1:
+            raise OctoPipeError(
+                f"it is not known which of the layers {', '.join(ranges)} read images, and which recordings; train the "
+                "model in a loop of your own, with octopipe.huggingface.layers"
+            )
+        seen = next(name for name in ranges if name not in heard)
+        beside = replace(self.beside, own_layers=ranges[heard[0]])
+        return replace(self, own_layers=ranges[seen], beside=beside)
 
     def items(self, sequences: int) -> list[int]:
         """The number of items in each of a pipeline's sequences; a fractional mean is spread evenly."""
@@ -71,7 +100,8 @@ class InputForm:
         if len(self.images) > 1:
             if len(self.images) != sequences:
                 raise OctoPipeError(
-                    f"images of {len(self.images)} sequences for a pipeline's step of {sequences}; give one for each"
+                    f"images or recordings of {len(self.images)} sequences for a pipeline's step of {sequences}; give "
+                    "one for each"
                 )
             return [int(count) for count in self.images]
         mean = self.images[0] if self.images else 1.0
@@ -89,20 +119,41 @@ class InputForm:
     def check_fits(self, seq: int) -> None:
         """Raise an error if a sequence is too short for its items."""
         most = max(self.images, default=1.0)
-        if most * self.places > seq:
+        if self.beside is not None:
+            self._check_both_fit(self.beside, seq)
+        elif most * self.places > seq:
             size = " and a smaller --encoder-seq" if self.positions else ""
             raise OctoPipeError(
                 f"{most:g} images of {self.places} tokens do not fit in a sequence of {seq}; use a longer --seq, fewer "
                 f"--images{size}"
             )
 
+    def _check_both_fit(self, other: InputForm, seq: int) -> None:
+        length = max(len(self.images), len(other.images), 1)
+        counts = (self.images or (1.0,), other.images or (1.0,))
+        rows = [each * length if len(each) == 1 else each for each in counts]
+        for images, recordings in zip(*rows, strict=True):
+            if images * self.places + recordings * other.places > seq:
+                raise OctoPipeError(
+                    f"{images:g} images of {self.places} tokens and {recordings:g} recordings of {other.places} do not "
+                    f"fit in a sequence of {seq}; use a longer --seq, fewer --images or --recordings, or a smaller "
+                    "--encoder-seq"
+                )
+
     def made_up(
-        self, tokens: Tensor, items: Sequence[int], *, seed: Sequence[int], dtype: torch.dtype = torch.float32
+        self,
+        tokens: Tensor,
+        items: Sequence[int],
+        recordings: Sequence[int] = (),
+        *,
+        seed: Sequence[int],
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs and next tokens of a micro-batch.
 
-        `tokens`: [rows, seq + 1]; the items replace the first tokens of their sequence. `seed`: one per row, for the
-        values of its items.
+        `tokens`: [rows, seq + 1]; the items replace the first tokens of their sequence. `items`: the number in every
+        row; `recordings`: those of a model that reads images and recordings. `seed`: one per row, for the values of its
+        items.
         """
         if self.decodes:
             inputs = {"decoder_input_ids": tokens[:, :-1].contiguous()}
@@ -111,23 +162,35 @@ class InputForm:
                 inputs["input_ids"] = tokens.repeat(1, -(-self.source_tokens // width))[:, : self.source_tokens]
             return {**inputs, **self._values(items, seed, dtype)}, tokens[:, 1:].contiguous()
         rows = tokens.clone()
-        item = [] if self.before is None else [self.before]
-        item += [self.token] * (self.places - len(item))
-        rows[rows == self.token] = (self.token + 1) % self.vocab  # ordinary tokens must not be placeholders
-        for row, count in enumerate(items):
-            rows[row, : count * self.places] = torch.tensor(item * count)
+        placeholders = [form.token for form in self.kinds]
+        others = (token % self.vocab for token in itertools.count(self.token + 1))
+        ordinary = next(token for token in others if token not in placeholders)
+        for token in placeholders:
+            rows[rows == token] = ordinary  # ordinary tokens must not be placeholders
+        counts = list(zip(items, recordings or [0] * len(items), strict=True))
+        for row, each in enumerate(counts):
+            first = [token for form, count in zip(self.kinds, each) for token in form._item * count]
+            rows[row, : len(first)] = torch.tensor(first, dtype=rows.dtype)
         ids, wanted = rows[:, :-1].contiguous(), rows[:, 1:].clone()
-        for row, count in enumerate(items):
-            if self.places:
-                wanted[row, : max(count * self.places - 1, 0)] = IGNORED
+        for row, each in enumerate(counts):
+            wanted[row, : self.ignored(*each)] = IGNORED
         inputs = {"input_ids": ids, **{name: (ids == self.token).long() for name in self.marks}}
         if self.masked:
             inputs[MASK] = torch.ones_like(ids)
-        return {**inputs, **self._values(items, seed, dtype)}, wanted
+        for form, column in zip(self.kinds, (items, recordings)):
+            inputs |= form._values(column, seed, dtype)
+        return inputs, wanted
 
-    def ignored(self, count: int) -> int:
-        """The number of targets of a sequence with this number of items that the loss ignores."""
-        return 0 if self.decodes else max(count * self.places - 1, 0)
+    @property
+    def _item(self) -> list[int]:
+        """The tokens of one item."""
+        before = [] if self.before is None else [self.before]
+        return before + [self.token] * (self.places - len(before))
+
+    def ignored(self, count: int, recordings: int = 0) -> int:
+        """The number of targets of a sequence with these numbers of items that the loss ignores."""
+        places = count * self.places + (0 if self.beside is None else recordings * self.beside.places)
+        return 0 if self.decodes else max(places - 1, 0)
 
     def _values(self, items: Sequence[int], seed: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
         """The features of all items; empty if the micro-batch has no items."""
@@ -153,6 +216,11 @@ def form_of(
     example: Mapping[str, Any], config: Any, *, num_tower_layers: int, vocab: int, where: str = "the model"
 ) -> InputForm:
     """The form of an example's inputs (`examples.example_of`)."""
+    if (both := _by_kind(example, config)) is not None:
+        given_more: dict[str, Any] = {"num_tower_layers": num_tower_layers, "vocab": vocab, "where": where}
+        seen, heard = (form_of(part, config, **given_more) for part in both)
+        start = heard.before is not None  # the token that begins an image
+        return replace(seen, beside=replace(heard, before=None, places=heard.places - start))
     given = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     decodes = "decoder_input_ids" in given
     ids = given.pop("input_ids", None)
@@ -196,22 +264,55 @@ def form_of(
     return _of_any_size(form, ANY_SIZE_TOKENS * _merged(form)) if GRID in numbers else form
 
 
+def _by_kind(example: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The inputs of an example as one with images alone and one with recordings alone; None unless it has both."""
+    ids, sound = example.get("input_ids"), token_of(config, "audio")
+    if ids is None or sound is None or sound not in ids[0].tolist():
+        return None
+    image = next((t for t in (token_of(config, kind) for kind in ("image", "video")) if t in ids[0].tolist()), None)
+    if image is None:
+        return None
+    heard = {name for name in example if name in (*RECORDINGS, FRAME_MASK)}
+    marks = [name for name in ("input_ids", MASK, *MARKS) if name in example]
+
+    def without(token: int, names: Collection[str]) -> dict[str, Any]:
+        kept = ids[0] != token
+        return {
+            name: example[name][:, kept] if name in marks else example[name] for name in example if name not in names
+        }
+
+    seen = {name for name in example if name not in (*heard, "input_ids", MASK)}
+    return without(sound, heard), without(image, seen)
+
+
 def _tuples(value: Any) -> Any:
     """Nested lists as nested tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def with_items(
-    form: InputForm, config: Any, *, images: tuple[float, ...], encoder_seq: int | None, seq: int, where: str
+    form: InputForm,
+    config: Any,
+    *,
+    images: tuple[float, ...],
+    recordings: tuple[float, ...] = (),
+    encoder_seq: int | None,
+    seq: int,
+    where: str,
 ) -> InputForm:
     """The form with another number of items, or with items of another size."""
+    if form.beside is None:
+        images = of_one_tower(images, recordings, where, ("--images", "--recordings"))
+    else:
+        check_lists(images, recordings)
+        _check_whole(recordings, "--recordings", where)
+        form = replace(form, beside=replace(form.beside, images=recordings))
     if images and form.decodes:
         raise OctoPipeError(f"{where} is an encoder-decoder, which reads one input per sequence; leave --images out")
     if images and form.one_each:
         why = "stand row by row, as the sequences do" if form.places else "occupy no tokens of the sequence"
         raise OctoPipeError(f"{where}: its images {why}, and each sequence has one; leave --images out")
-    if any(count != int(count) for count in images) and len(images) > 1:
-        raise OctoPipeError(f"{where}: --images of single sequences are whole numbers; give no fractions in a list")
+    _check_whole(images, "--images", where)
     form = replace(form, images=images)
     if form.decodes and form.source_tokens:
         tokens = encoder_seq or seq
@@ -222,6 +323,11 @@ def with_items(
         form = _of_any_size(form, encoder_seq)
     form.check_fits(seq)
     return form
+
+
+def _check_whole(counts: tuple[float, ...], flag: str, where: str) -> None:
+    if any(count != int(count) for count in counts) and len(counts) > 1:
+        raise OctoPipeError(f"{where}: {flag} of single sequences are whole numbers; give no fractions in a list")
 
 
 def _merged(form: InputForm) -> int:

@@ -87,8 +87,14 @@ def media_of(model: nn.Module) -> Iterator[Media]:
             ids = torch.arange(5, 5 + 8).repeat(ROWS, 1)
             mask = name.replace("input_ids", "attention_mask")
             yield Media(kind="text", inputs={name: ids, **({mask: torch.ones_like(ids)} if mask in names else {})})
+    yield from recordings_of(model)
+
+
+def recordings_of(model: nn.Module) -> Iterator[Media]:
+    """Every form in which the model may take a recording, the likely ones first."""
+    names, dtype = inputs_of(model), dtype_of(model)
     for sound in (name for name in RECORDINGS if name in names):
-        yield from _recordings(sound, names, config, dtype)
+        yield from _recordings(sound, names, model.config, dtype)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -41,6 +41,8 @@ class Trials:
         self._shell.eval()
         self._last: int | None = None
         """The list whose layer was called last."""
+        self._called: set[int] = set()
+        """The lists of which the latest run called a layer."""
         self.visits = 0
         self._counting = False
         self._told: dict[str, int] = {}
@@ -51,6 +53,11 @@ class Trials:
     def last(self) -> str:
         """The list whose layers the latest run called last; empty if it called none."""
         return "" if self._last is None else self._paths[self._last]
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """The lists of which the latest run called no layer."""
+        return frozenset(path for number, path in enumerate(self._paths) if number not in self._called)
 
     def places(self, inputs: Mapping[str, Any]) -> int:
         """The number of rows of features that a batch's items become if features replace tokens; 0 if they do not. The
@@ -72,6 +79,7 @@ class Trials:
         problem: Exception | None = None
         while True:
             self._last, self._told, before, self.visits = None, {}, self.visits if problem else -1, 0
+            self._called = set()
             try:
                 with torch.no_grad(), self._answers.given_by(self._visit), Unpacked(inputs), _Puts(self._tell):
                     self._shell(**inputs, **quiet(self._model))
@@ -114,6 +122,7 @@ class Trials:
 
     def _visit(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._last = self._path_of[layer]
+        self._called.add(self._last)
         self.visits += 1
         leaves, _ = leaves_of(args, kwargs)
         hidden = leaves[hidden_leaf(leaves)]

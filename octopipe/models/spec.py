@@ -106,24 +106,32 @@ class ModelSpec:
         return sum(layer.parameters for layer in self.layers)
 
     @property
+    def sources(self) -> tuple[Source, ...]:
+        """What the model's encoder reads, or each of its towers in their order; empty for a plain decoder."""
+        return tuple(dict.fromkeys(layer.source for layer in self.layers if isinstance(layer, TowerLayer)))
+
+    @property
     def source(self) -> Source | None:
-        """What the model's encoder reads; None for a plain decoder."""
+        """What the model's encoder, or the first of its towers, reads; None for a plain decoder."""
         first = self.layers[0]
         return first.source if isinstance(first, TowerLayer) else None
 
     @property
     def towers(self) -> tuple[tuple[int, int], ...]:
-        """The range (first, last) of the encoder's layers, which are the first ones; empty for a plain decoder."""
+        """The range (first, last) of the layers of the encoder or of all towers, which are the first ones; empty for a
+        plain decoder."""
         count = sum(isinstance(layer, TowerLayer) for layer in self.layers)
         return ((0, count - 1),) if count else ()
 
-    def reading(self, source: Source) -> ModelSpec:
-        """Return the same model with an encoder that reads other items, or another number of them."""
+    def reading(self, *sources: Source) -> ModelSpec:
+        """Return the same model with an encoder or towers that read other items, or another number of them; one source
+        for each of `sources`."""
         knows = (TowerLayer, Join, CrossBlock)
+        other = dict(zip(self.sources, sources, strict=True))
         known: dict[Layer, Layer] = {}
         for layer in self.layers:
             if layer not in known:
-                known[layer] = layer.reading(source) if isinstance(layer, knows) else layer
+                known[layer] = layer.reading(other) if isinstance(layer, knows) else layer
         return replace(self, layers=tuple(known[layer] for layer in self.layers))
 
     def split(self) -> ModelSpec:

@@ -2,9 +2,9 @@
 
 Knows: the keys of each `config.json` that decide its layers. Does not know: how they are read (`readers/`).
 
-Sources: the `config.json` of Qwen/Qwen2.5-VL-7B-Instruct, llava-hf/llava-1.5-7b-hf, google/gemma-3-27b-it,
-openai/whisper-large-v3
-and google/t5-v1_1-xxl on the Hugging Face Hub; sizes that these leave out are transformers' defaults.
+Sources: the `config.json` of Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen2.5-Omni-7B (its thinker),
+llava-hf/llava-1.5-7b-hf, google/gemma-3-27b-it, openai/whisper-large-v3 and google/t5-v1_1-xxl on the Hugging Face
+Hub; sizes that these leave out are transformers' defaults.
 """
 
 from __future__ import annotations
@@ -39,6 +39,53 @@ _QWEN = {
         "intermediate_size": 3420,
         "num_heads": 16,
         "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+_OMNI = {
+    "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+    "model_type": "qwen2_5_omni_thinker",
+    "audio_token_index": 151646,
+    "image_token_index": 151655,
+    "video_token_index": 151656,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "audio_config": {
+        "model_type": "qwen2_5_omni_audio_encoder",
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "max_source_positions": 1500,
+        "n_window": 100,
+        "num_mel_bins": 128,
+        "output_dim": 3584,
+    },
+    "text_config": {
+        "model_type": "qwen2_5_omni_text",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24]},
+        "vocab_size": 152064,
+    },
+    "vision_config": {
+        "model_type": "qwen2_5_omni_vision_encoder",
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_channels": 3,
         "out_hidden_size": 3584,
         "patch_size": 14,
         "spatial_merge_size": 2,
@@ -131,6 +178,7 @@ _T5 = {
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "qwen2.5-vl-7b": ("vision tower of any image size, attention", _QWEN),
+        "qwen2.5-omni-7b": ("audio and vision towers of the thinker, attention", _OMNI),
         "llava-1.5-7b": ("vision tower, attention", _LLAVA),
         "gemma-3-27b-vision": ("vision tower, local and global attention", _GEMMA),
         "whisper-large-v3": ("audio encoder, decoder with cross-attention", _WHISPER),

@@ -4,9 +4,10 @@ Knows: what an encoder reads (`Source`), its layers, the layer at which its outp
 decoder blocks that attend to an encoder's output. Does not know: config files (`readers/`), time, memory or torch.
 
 A micro-batch passes all layers of such a model one after the other, as the model's forward runs them: the encoder, the
-joining layer, the decoder. What differs from a plain decoder is how much each layer works on. An encoder's layer works
-on the positions of its items (patches of images, frames of recordings, tokens of a source text), of which a sequence
-may have any number.
+joining layer, the decoder. A model with two towers runs the one for recordings, then the one for images, and joins the
+output of both; what a tower does not need passes it untouched (`Carried`). What differs from a plain decoder is how
+much each layer works on. An encoder's layer works on the positions of its items (patches of images, frames of
+recordings, tokens of a source text), of which a sequence may have any number.
 
 >>> picture = Source(kind="image", positions=576, tokens=576)
 >>> layer = TowerLayer(inner=Projection(hidden=1024, width=588), source=picture)
@@ -16,6 +17,7 @@ may have any number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -100,6 +102,40 @@ class Projector(Layer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stem(Layer):
+    """The convolutions in front of a tower, as matrix products that run a number of times per position."""
+
+    products: tuple[tuple[int, int, float], ...]
+    """For every product: values in, values out, and how often it runs per position of the tower."""
+    last_bias: bool = True
+    more: int = field(default=0, metadata={"optional": True})
+    """Parameters that no product uses."""
+
+    kind: ClassVar[str] = "stem"
+    letter: ClassVar[str] = "="
+
+    @property
+    def parameters(self) -> int:
+        count = sum((taken + 1) * given for taken, given, _ in self.products)
+        return count + self.more - (0 if self.last_bias else self.products[-1][1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """Something that passes the layers of a tower untouched, because a later layer takes it."""
+
+    source: Source
+    """The items that it belongs to."""
+    width: int
+    """Values per position of an item."""
+
+    @property
+    def values(self) -> float:
+        """Values per sequence."""
+        return self.source.items * self.source.positions * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TowerLayer(Layer):
     """A layer of an encoder: any other layer (`inner`) that processes the positions of the encoder's items."""
 
@@ -107,6 +143,8 @@ class TowerLayer(Layer):
     """Taken from the inner layer if it is left out."""
     inner: Layer
     source: Source
+    beside: tuple[Carried, ...] = ()
+    """What passes this layer untouched, in a model with several towers."""
 
     kind: ClassVar[str] = "encoder"
 
@@ -117,10 +155,11 @@ class TowerLayer(Layer):
     @property
     def symbol(self) -> str:
         """V, A or S for images, audio or source text; lower case for the embedding of patches, frames or tokens; w for
-        windowed attention."""
+        windowed attention to images."""
         if len(self.parts) == 1:
             return _SYMBOLS[self.source.kind].lower()
-        return "w" if getattr(self.parts[0], "window", None) else _SYMBOLS[self.source.kind]
+        windowed = getattr(self.parts[0], "window", None) and self.source.kind != "audio"
+        return "w" if windowed else _SYMBOLS[self.source.kind]
 
     @property
     def parameters(self) -> int:
@@ -138,8 +177,9 @@ class TowerLayer(Layer):
     def sources(self) -> tuple[Source | None, ...]:
         return (self.source,) * len(self.parts)
 
-    def reading(self, source: Source) -> TowerLayer:
-        return replace(self, source=source)
+    def reading(self, known: Mapping[Source, Source]) -> TowerLayer:
+        beside = tuple(replace(item, source=known.get(item.source, item.source)) for item in self.beside)
+        return replace(self, source=known.get(self.source, self.source), beside=beside)
 
     def scaled(self, factor: float) -> TowerLayer:
         raise _not_scaled()
@@ -157,6 +197,8 @@ class Join(Layer):
     """None: the decoder began in an earlier layer, and only features are added to its stream."""
     projectors: tuple[Projector, ...] = ()
     source: Source
+    others: tuple[tuple[Projector, Source], ...] = ()
+    """The projectors of further towers' outputs, each with what its tower reads."""
     tied: bool = False
     """Whether the embedding uses the encoder's table (T5, BART)."""
 
@@ -169,7 +211,7 @@ class Join(Layer):
     @property
     def parameters(self) -> int:
         own = 0 if self.embedding is None or self.tied else self.embedding.parameters
-        return own + sum(p.parameters for p in self.projectors)
+        return own + sum(p.parameters for p in (*self.projectors, *(other for other, _ in self.others)))
 
     @property
     def tied_parameters(self) -> int:
@@ -177,15 +219,18 @@ class Join(Layer):
 
     @property
     def parts(self) -> tuple[Layer, ...]:
-        return (*(() if self.embedding is None else (self.embedding,)), *self.projectors)
+        own = () if self.embedding is None else (self.embedding,)
+        return (*own, *self.projectors, *(other for other, _ in self.others))
 
     @property
     def sources(self) -> tuple[Source | None, ...]:
-        merged = replace(self.source, positions=self.source.tokens or self.source.positions)
-        return (*(() if self.embedding is None else (None,)), *[merged] * len(self.projectors))
+        own = () if self.embedding is None else (None,)
+        every = [*[self.source] * len(self.projectors), *(source for _, source in self.others)]
+        return (*own, *(replace(source, positions=source.tokens or source.positions) for source in every))
 
-    def reading(self, source: Source) -> Join:
-        return replace(self, source=source)
+    def reading(self, known: Mapping[Source, Source]) -> Join:
+        others = tuple((other, known.get(source, source)) for other, source in self.others)
+        return replace(self, source=known.get(self.source, self.source), others=others)
 
     def scaled(self, factor: float) -> Join:
         raise _not_scaled()
@@ -243,8 +288,8 @@ class CrossBlock(Layer):
     def source(self) -> Source:
         return self.cross.source
 
-    def reading(self, source: Source) -> CrossBlock:
-        return replace(self, cross=replace(self.cross, source=source))
+    def reading(self, known: Mapping[Source, Source]) -> CrossBlock:
+        return replace(self, cross=replace(self.cross, source=known.get(self.source, self.source)))
 
     def scaled(self, factor: float) -> CrossBlock:
         raise _not_scaled()
@@ -262,9 +307,11 @@ def passed_on(layer: Layer, *, seq: float, sequences: float) -> float:
     """Return the number of values that a layer passes to the next one, for this number of sequences.
 
     These are its stream and, in the decoder of an encoder-decoder, the encoder's output, which every later block reads.
+    With several towers, what another one takes or gave passes every layer of a tower, too.
     """
     if isinstance(layer, TowerLayer):
-        return sequences * layer.source.items * layer.source.positions * layer.hidden
+        own = layer.source.items * layer.source.positions * layer.hidden
+        return sequences * (own + sum(item.values for item in layer.beside))
     values = sequences * seq * layer.hidden
     if isinstance(layer, Join | CrossBlock) and layer.source.is_attended:
         width = layer.cross.memory if isinstance(layer, CrossBlock) else layer.hidden
@@ -273,6 +320,7 @@ def passed_on(layer: Layer, *, seq: float, sequences: float) -> float:
 
 
 __all__ = [
+    "Carried",
     "CrossAttention",
     "CrossBlock",
     "Join",
@@ -280,6 +328,7 @@ __all__ = [
     "Projector",
     "Source",
     "SourceKind",
+    "Stem",
     "TowerLayer",
     "TowerPart",
     "passed_on",

@@ -97,12 +97,13 @@ def match(plan: Plan, costs: CostTable) -> None:
 
 def _per_micro_batch(plan: Plan, costs: CostTable, values: Array, select: list[NDArray[np.int64]]) -> Array:
     """Sum of `values` over each stage's selected layers for every micro-batch: [stages, micro_batches]."""
+    factor = costs.handed_factor if values is costs.boundary_bytes else costs.micro_batch_factor
     out = np.empty((len(select), plan.num_micro_batches))
     for s, layers in enumerate(select):
-        if costs.micro_batch_factor is None:
+        if factor is None:
             out[s] = values[layers].sum()
         else:
-            out[s] = costs.micro_batch_factor[: plan.num_micro_batches, layers] @ values[layers]
+            out[s] = factor[: plan.num_micro_batches, layers] @ values[layers]
     return out
 
 

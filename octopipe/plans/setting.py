@@ -20,7 +20,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import stack_names
 from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.hardware import GPUS, Link
-from octopipe.costs.cluster.setup import checkpointed_layers
+from octopipe.costs.cluster.sizes import checkpointed_layers
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS

@@ -45,6 +45,7 @@ PUBLISHED = {
     "glm-4.5-air": ("106.9", 46 + 1),
     # A tower's layers, the joining layer, the decoder's.
     "qwen2.5-vl-7b": ("8.29", 32 + 1 + 28),
+    "qwen2.5-omni-7b": ("8.93", 32 + 1 + 32 + 1 + 28),
     "llava-1.5-7b": ("7.06", 24 + 1 + 32),
     "gemma-3-27b-vision": ("27.4", 27 + 1 + 62),
     "whisper-large-v3": ("1.54", 32 + 1 + 32),

@@ -42,6 +42,7 @@ MODELS = {
     "etp": "qwen3-30b-a3b",
     "nodes_per_token": "qwen3-30b-a3b",
     "images": "qwen2.5-vl-7b",
+    "recordings": "qwen2.5-omni-7b",
     "encoder_seq": "qwen2.5-vl-7b",
 }
 """Fields that a plain decoder without experts has no use for."""
@@ -54,6 +55,7 @@ OTHER: dict[str, Any] = {
     "memory_gib": [70.0, 75.0],
     "precision": "fp8",
     "images": [1.5],
+    "recordings": [0.5],
     "encoder_seq": 1024,
 }
 """Values where one of the kind alone would not be a set-up of the model below."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.table import CostTable
 
-PROFILED = ("images", "encoder_seq", "frozen")
+PROFILED = ("images", "recordings", "encoder_seq", "frozen")
 """Flags of `octopipe profile` for an encoder's input and for what is trained."""
 DOES_NOT_FIT = 3
 """Exit code of a verb whose answer is a plan that does not fit in memory."""
@@ -80,7 +80,7 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
             if name in PROFILED and "J" in table.symbols:
                 mend = (
                     f"measure with it (octopipe profile {flag_of(name)} ...), or give the model's config.json or preset"
-                    + (", which prices the images of every sequence" if name == "images" else "")
+                    + (f", which prices the {name} of every sequence" if name in ("images", "recordings") else "")
                 )
             raise OctoPipeError(
                 f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be recomputed; {mend}"

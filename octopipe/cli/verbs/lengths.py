@@ -12,31 +12,35 @@ from octopipe.cli.verbs.flags import flag_of, setting_from
 
 
 def settle_images(args: argparse.Namespace) -> None:
-    """Set `args.images` to the number of images of every sequence in a step, read from their file, or to one number.
+    """Set `args.images` and `args.recordings` to the numbers of every sequence in a step, read from their file, or to
+    one number.
 
-    Without other sizes, the sequences in the file also determine the number of micro-batches.
+    Without other sizes, the sequences in a file also determine the number of micro-batches.
     """
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.cluster.item_counts import ItemCounts
 
-    if getattr(args, "images", None) is None:
-        return
-    counts = ItemCounts().read("--images", args.images)
-    args.images = list(counts) if len(counts) > 1 else counts[0]
-    if len(counts) < 2:
-        return
-    if getattr(args, "lengths", None) is not None:
-        if getattr(args, "batching", None) == "dynamic" or (args.dp or 1) > 1:
+    for name in ("images", "recordings"):
+        if getattr(args, name, None) is None:
+            continue
+        counts = ItemCounts().read(f"--{name}", getattr(args, name))
+        setattr(args, name, list(counts) if len(counts) > 1 else counts[0])
+        if len(counts) < 2:
+            continue
+        if getattr(args, "lengths", None) is not None:
+            if getattr(args, "batching", None) == "dynamic" or (args.dp or 1) > 1:
+                raise OctoPipeError(
+                    f"--{name} for every sequence needs micro-batches in the file's order; leave --dynamic and --dp "
+                    "out, or give one number"
+                )
+            continue
+        size = args.micro_batch_size or 1
+        if len(counts) % size:
             raise OctoPipeError(
-                "--images for every sequence needs micro-batches in the file's order; leave --dynamic and --dp out, or "
-                "give one number"
+                f"--{name} of {len(counts)} sequences do not make micro-batches of {size}; give a multiple"
             )
-        return
-    size = args.micro_batch_size or 1
-    if len(counts) % size:
-        raise OctoPipeError(f"--images of {len(counts)} sequences do not make micro-batches of {size}; give a multiple")
-    if args.micro_batches is None and args.global_batch is None:
-        args.micro_batches = len(counts) // size
+        if args.micro_batches is None and args.global_batch is None:
+            args.micro_batches = len(counts) // size
 
 
 def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:

@@ -337,9 +337,12 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
     base = Setup(**{"seq": default_seq(spec), **given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
-    if len(base.images) > 1:  # micro-batches are not known before the search: every sequence gets the mean
-        args.images = sum(base.images) / len(base.images)
-        base = replace(base, images=(args.images,))
+    for name in ("images", "recordings"):
+        counts = getattr(base, name)
+        if len(counts) > 1:  # micro-batches are not known before the search: every sequence gets the mean
+            mean: dict[str, Any] = {name: (sum(counts) / len(counts),)}
+            setattr(args, name, mean[name][0])
+            base = replace(base, **mean)
     return *settled(spec, base), gpus
 
 

@@ -209,15 +209,17 @@ def progress(title: str) -> Iterator[Callable[[Any], None]]:
 
 
 def encoder_recipe(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags on encoder input, frozen layers and multi-token prediction; images as their mean."""
+    """Return the flags on encoder input, frozen layers and multi-token prediction; images and recordings as their
+    means."""
     from octopipe.costs.cluster.item_counts import ItemCounts
 
     out: dict[str, Any] = {}
     if args.mtp is not None:
         out["mtp"] = args.mtp
-    if args.images is not None:
-        counts = ItemCounts().read("--images", args.images)
-        out["images"] = sum(counts) / len(counts)
+    for name in ("images", "recordings"):
+        if getattr(args, name) is not None:
+            counts = ItemCounts().read(f"--{name}", getattr(args, name))
+            out[name] = sum(counts) / len(counts)
     for name in ("encoder_seq", "frozen"):
         if getattr(args, name) is not None:
             out[name] = getattr(args, name)
@@ -243,6 +245,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         kernels=asked,
         device=device,
         images=() if recipe.get("images") is None else (float(recipe["images"]),),
+        recordings=() if recipe.get("recordings") is None else (float(recipe["recordings"]),),
         encoder_seq=recipe.get("encoder_seq"),
         seq=int(recipe["tokens"]),
         mtp=None if recipe.get("mtp") is None else float(recipe["mtp"]),

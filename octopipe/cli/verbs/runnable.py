@@ -30,13 +30,14 @@ def model_of(
     kernels: tuple[str, ...] = (),
     device: str = "cpu",
     images: tuple[float, ...] = (),
+    recordings: tuple[float, ...] = (),
     encoder_seq: int | None = None,
     seq: int = 0,
     mtp: float | None = None,
 ) -> ModelSpec | HfModel:
-    """Return the model behind MODEL, scaled and with the kernels as the flags say. `images` and `encoder_seq`: the
-    input of its encoder, if it has one, beside sequences of `seq` tokens. `mtp`: the weight of the loss of its
-    multi-token prediction, if that is trained."""
+    """Return the model behind MODEL, scaled and with the kernels as the flags say. `images`, `recordings` and
+    `encoder_seq`: the input of its encoder, if it has one, beside sequences of `seq` tokens. `mtp`: the weight of the
+    loss of its multi-token prediction, if that is trained."""
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.spec import Mtp
     from octopipe.models.tower_presets import CONFIGS
@@ -62,6 +63,7 @@ def model_of(
             attention=attention,
             liger=liger,
             images=images,
+            recordings=recordings,
             encoder_seq=encoder_seq,
             seq=seq,
             name=name if about is not None else "",
@@ -74,8 +76,8 @@ def model_of(
         return found
     if mtp is not None:
         raise OctoPipeError("--mtp is for transformers' models: octopipe's own layers predict one token; leave it out")
-    if images or encoder_seq is not None:
-        raise OctoPipeError(f"{name} has no tower and no encoder; leave --images and --encoder-seq out")
+    if images or recordings or encoder_seq is not None:
+        raise OctoPipeError(f"{name} has no tower and no encoder; leave --images, --recordings and --encoder-seq out")
     if own and name in PRESETS:
         raise OctoPipeError(f"{name} is a preset and always runs in octopipe's own layers; leave --own-layers out")
     spec = resolve_spec(name)
@@ -121,11 +123,16 @@ def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
 
     group.add_argument(
         "--images",
+        type=of_kind(ItemCounts()),
+        metavar="N|FILE",
+        help="models with a tower: images per sequence, one number or one for each sequence of a pipeline's step "
+        "(default: 1)",
+    )
+    group.add_argument(
         "--recordings",
         type=of_kind(ItemCounts()),
         metavar="N|FILE",
-        help="models with a tower: images (or recordings) per sequence, one number or one for each sequence of a "
-        "pipeline's step (default: 1)",
+        help="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
     )
     group.add_argument(
         "--mtp",

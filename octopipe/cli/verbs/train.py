@@ -82,8 +82,9 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     frozen = frozen_layers(spec, args.frozen)
     plan, nproc, tune_s, micro_batches = _plan_and_ranks(args, given, spec.num_layers)
-    if len(encoder["images"]) > 1 and plan is None and micro_batches is None:
-        micro_batches = max(1, len(encoder["images"]) // (args.micro_batch_size or 1))
+    listed = max(len(encoder["images"]), len(encoder["recordings"]))
+    if listed > 1 and plan is None and micro_batches is None:
+        micro_batches = max(1, listed // (args.micro_batch_size or 1))
     if profile is not None:
         check_model(profile, spec, args.profile, args.device, frozen=frozen)
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)

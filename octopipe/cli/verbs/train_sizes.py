@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SEQ = 128
 """Tokens per sequence if nothing gives a number."""
-MEASURED_INPUTS = ("images", "encoder_seq", "frozen")
+MEASURED_INPUTS = ("images", "recordings", "encoder_seq", "frozen")
 """What a profile measures besides tokens, by the names of flags."""
 
 
@@ -86,15 +86,30 @@ def taken_inputs(args: argparse.Namespace, plan: Plan | None, profile: Profile |
         "frozen": "these layers are not trained",
         "offload_optimizer": "this share of the optimizer state is kept in host memory",
     }
+    # With one tower, both flags count its items, so the one that is given replaces what the files state.
+    replaced = (args.images is not None or args.recordings is not None) and not _has_two_towers(args.model)
     for where, stated in ((args.profile, _measured_inputs(profile)), (args.plan, _planned_inputs(plan))):
-        for name in ("images", "encoder_seq", *told):
+        for name in (*(() if replaced else ("images", "recordings")), "encoder_seq", *told):
             if getattr(args, name) is None and stated.get(name) is not None:
                 setattr(args, name, stated[name])
                 if name in told and stated[name]:
                     text = f"{where} was made with --{name.replace('_', '-')} {stated[name]}: {told[name]}"
                     console(stderr=True).print(named(text), soft_wrap=True)
-    images = () if args.images is None else ItemCounts().read("--images", args.images)
-    return {"images": images, "encoder_seq": args.encoder_seq}
+    counts: dict[str, Any] = {}
+    for name in ("images", "recordings"):
+        value = getattr(args, name)
+        counts[name] = () if value is None else ItemCounts().read(f"--{name}", value)
+    return {**counts, "encoder_seq": args.encoder_seq}
+
+
+def _has_two_towers(model: str) -> bool:
+    from octopipe.costs.resolve import resolve_spec
+
+    try:
+        spec = resolve_spec(model)
+    except OctoPipeError:  # a family that is run, but not planned
+        return False
+    return spec is not None and len(spec.sources) > 1
 
 
 def _measured_inputs(profile: Profile | None) -> dict[str, Any]:
@@ -159,8 +174,11 @@ def _check_inputs(profile: Profile, spec: Any, where: str, frozen: tuple[int, ..
             f"{where} was measured with --encoder-seq {setup.encoder_seq}, and this run has {form.positions}; leave "
             "--encoder-seq out, or profile this size"
         )
-    if form.num_tower_layers and setup.images and not any(setup.images) and any(form.images or (1.0,)):
-        raise OctoPipeError(f"{where} was measured without images, and this run has some; profile with --images")
+    for kind in form.kinds if form.num_tower_layers else ():
+        name = "recordings" if kind is form.beside else "images"
+        stated = setup.images or setup.recordings if form.beside is None else getattr(setup, name)
+        if stated and not any(stated) and any(kind.images or (1.0,)):
+            raise OctoPipeError(f"{where} was measured without {name}, and this run has some; profile with --{name}")
 
 
 def _planned_lengths(plan: Plan) -> bool:

@@ -36,7 +36,7 @@ from octopipe.models.spec import (
     Moe,
     Mtp,
 )
-from octopipe.models.towers import CrossAttention, Projection, Projector, Source
+from octopipe.models.towers import CrossAttention, Projection, Projector, Source, Stem
 
 CORE_BACKWARD = 2.5
 """Time of I of attention or a scan, as a multiple of its F."""
@@ -74,6 +74,8 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             return _cross_attention(part, size)
         case Projection():
             return _matrices(part.hidden, size, Product(part.width, part.hidden))
+        case Stem():
+            return _matrices(part.hidden, size, *(Product(i, o, rows=rows) for i, o, rows in part.products))
         case Projector():
             inner = (Product(part.width, part.ffn), Product(part.ffn, part.hidden, "inner")) if part.ffn else ()
             return _matrices(part.hidden, size, *(inner or (Product(part.width, part.hidden),)))
@@ -343,8 +345,8 @@ def _cross_attention(part: CrossAttention, size: Size) -> Work:
 
 
 def _matrices(width: int, size: Size, *products: Product) -> Work:
-    """One or two matrices with an activation between; their inputs are kept."""
-    kept = float(sum(p.inner for p in products))
+    """Matrices with activations between; their inputs are kept."""
+    kept = float(sum(p.rows * p.inner for p in products))
     return Work(
         tokens=size.tokens,
         products=products,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.fields import TOWERS
+from octopipe.costs.cluster.item_counts import check_lists, of_one_tower
 from octopipe.costs.cluster.setup import Setup
-from octopipe.models.spec import ModelSpec
+from octopipe.models.spec import ModelSpec, Source
 
 NEARLY_NONE = 1e-6
 """The time of an encoder's layer for a micro-batch without items, as a share of its mean time. It stands for zero,
@@ -27,50 +29,91 @@ def settled(spec: ModelSpec, setup: Setup) -> tuple[ModelSpec, Setup]:
     A plain decoder is returned unchanged. Raise an error if the set-up describes items that the model cannot read, or
     that do not fit in a sequence.
     """
-    source = spec.source
-    if source is None:
-        for name in ("images", "encoder_seq"):
+    if not spec.sources:
+        for name in ("images", "recordings", "encoder_seq"):
             if getattr(setup, name):
                 raise OctoPipeError(f"{spec.name} has no tower and no encoder; {name} has no effect; leave it out")
         if TOWERS in setup.frozen:
             raise OctoPipeError(f"{spec.name} has no tower and no encoder to freeze; name layers, as in 0-15")
         return spec, setup
-    if setup.images:
-        if source.is_attended:
-            raise OctoPipeError(
-                f"{spec.name} is an encoder-decoder, which reads one {source.words()} per sequence; leave images out"
-            )
-        source = source.per(sequence=sum(setup.images) / len(setup.images))
+    if len(spec.sources) == 1:
+        setup = replace(setup, images=of_one_tower(setup.images, setup.recordings, spec.name), recordings=())
+    check_lists(setup.images, setup.recordings)
+    sources = tuple(_counted(spec, source, setup) for source in spec.sources)
+    free = next((source for source in sources if source.free), sources[0])
     positions = setup.encoder_seq
-    if positions is None and source.kind == "text" and source.free:
+    if positions is None and free.kind == "text" and free.free:
         positions = setup.seq  # source texts are assumed to be as long as the decoder's unless a length is given
-    if positions is not None and positions != source.positions:
-        if not source.free:
+    if positions is not None and positions != free.positions:
+        if not free.free:
             raise OctoPipeError(
-                f"{spec.name} reads every {source.words()} as {source.positions} positions; leave encoder_seq out"
+                f"{spec.name} reads every {free.words()} as {free.positions} positions; leave encoder_seq out"
             )
-        source = source.of_size(positions)
+        sources = tuple(source.of_size(positions) if source is free else source for source in sources)
     if setup.seq is not None and not setup.micro_batch_lengths:
-        most = max(setup.images) if setup.images else source.items
-        if most * source.tokens > setup.seq:
-            raise OctoPipeError(
-                f"{most:g} {source.words()}s of {source.tokens} tokens do not fit in a sequence of {setup.seq}; give a "
-                "longer seq, fewer images, or a smaller encoder_seq"
-            )
+        _check_fits(sources, setup, setup.seq)
     if TOWERS in setup.frozen:
         others = [pair for pair in setup.frozen if pair != TOWERS]
         setup = replace(setup, frozen=tuple(sorted({*others, *spec.towers})))
-    said = setup.images if setup.images or source.is_attended else (source.items,)
-    setup = replace(setup, images=said, encoder_seq=source.positions)
-    return spec if source == spec.source else spec.reading(source), setup
+    for source in sources:
+        if not source.is_attended and not counts_of(source, sources, setup):
+            told: dict[str, Any] = {_field(source, sources): (source.items,)}
+            setup = replace(setup, **told)
+    setup = replace(setup, encoder_seq=positions or free.positions)
+    return spec if sources == spec.sources else spec.reading(*sources), setup
 
 
-def items_of_micro_batches(setup: Setup, sizes: Sequence[int]) -> list[float]:
-    """Return the mean number of items per sequence for each micro-batch. `sizes`: sequences of each micro-batch."""
-    if sum(sizes) != len(setup.images):
+def _field(source: Source, sources: Sequence[Source]) -> str:
+    """Return the field of a set-up that counts a source's items: `recordings` only if there are images as well."""
+    return "recordings" if len(sources) > 1 and source.kind == "audio" else "images"
+
+
+def counts_of(source: Source, sources: Sequence[Source], setup: Setup) -> tuple[float, ...]:
+    """Return the numbers of a source's items per sequence; `sources`: those of all towers of the model."""
+    counts: tuple[float, ...] = getattr(setup, _field(source, sources))
+    return counts
+
+
+def _counted(spec: ModelSpec, source: Source, setup: Setup) -> Source:
+    counts = counts_of(source, spec.sources, setup)
+    if not counts:
+        return source
+    if source.is_attended:
         raise OctoPipeError(
-            f"images of {len(setup.images)} sequences for {len(sizes)} micro-batches with {sum(sizes)} sequences; give "
-            "one number per sequence of a pipeline's step"
+            f"{spec.name} is an encoder-decoder, which reads one {source.words()} per sequence; leave images out"
         )
-    ends = itertools.accumulate(sizes)
-    return [sum(setup.images[end - size : end]) / size for end, size in zip(ends, sizes, strict=True)]
+    return source.per(sequence=sum(counts) / len(counts))
+
+
+def _check_fits(sources: Sequence[Source], setup: Setup, seq: int) -> None:
+    """Raise an error if the items of a sequence occupy more tokens than it has."""
+    counts = [counts_of(source, sources, setup) or (source.items,) for source in sources]
+    length = max(map(len, counts))
+    rows = [row * length if len(row) == 1 else row for row in counts]
+    for each in zip(*rows, strict=True):
+        if sum(count * source.tokens for count, source in zip(each, sources, strict=True)) > seq:
+            told = zip(each, sources, strict=True)
+            what = " and ".join(f"{count:g} {source.words()}s of {source.tokens} tokens" for count, source in told)
+            fewer = " or ".join(_field(source, sources) for source in sources)
+            raise OctoPipeError(
+                f"{what} do not fit in a sequence of {seq}; give a longer seq, fewer {fewer}, or a smaller encoder_seq"
+            )
+
+
+def items_of_micro_batches(sources: Sequence[Source], setup: Setup, sizes: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return the mean number of items per sequence for each micro-batch, one for each source. `sizes`: sequences of
+    each micro-batch."""
+    out = []
+    for source in sources:
+        counts = counts_of(source, sources, setup)
+        if len(counts) < 2:  # the same for every sequence
+            out.append([source.items] * len(sizes))
+            continue
+        if sum(sizes) != len(counts):
+            raise OctoPipeError(
+                f"{_field(source, sources)} of {len(counts)} sequences for {len(sizes)} micro-batches with "
+                f"{sum(sizes)} sequences; give one number per sequence of a pipeline's step"
+            )
+        ends = itertools.accumulate(sizes)
+        out.append([sum(counts[end - size : end]) / size for end, size in zip(ends, sizes, strict=True)])
+    return list(zip(*out, strict=True))

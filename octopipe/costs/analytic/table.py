@@ -34,11 +34,12 @@ from octopipe.costs.analytic.reduction import exposed_reduction_ms
 from octopipe.costs.analytic.traffic import Exchange
 from octopipe.costs.analytic.work import Flops
 from octopipe.costs.cluster.hardware import Cluster, Link
-from octopipe.costs.cluster.setup import Setup, checkpointed_layers
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.sizes import checkpointed_layers
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.models.lengths import Batch
-from octopipe.models.spec import Embedding, Layer, ModelSpec, Moe
+from octopipe.models.spec import Embedding, Layer, ModelSpec, Moe, TowerLayer
 
 __all__ = [
     "STATE_BYTES",
@@ -186,12 +187,15 @@ def setup_costs(
         tokens = max(1, round(batch.tokens / len(batch.groups)))
         every = [length for group in batch.groups for length in group]
         flops = sum(_model_flops(spec.layers, setup, length) for length in every) / len(batch.groups)
-    if len(setup.images) > 1:
-        alike = [setup.micro_batch_size] * (setup.micro_batches or max(1, len(setup.images) // setup.micro_batch_size))
+    moved = None
+    if listed := setup.listed_sequences * (setup.listed_sequences > 1):
+        alike = [setup.micro_batch_size] * (setup.micro_batches or max(1, listed // setup.micro_batch_size))
         sizes = alike if batch is None else [len(group) for group in batch.groups]
-        items, bytes_more = _item_factor(spec, pricing, sizes)
+        items, bytes_more, handed = _item_factors(spec, pricing, sizes)
+        if handed is not None:
+            moved = handed if factor is None else factor * handed
         factor = items if factor is None else factor * items
-        for name in ("activation_bytes", "stash_bytes", "boundary_bytes"):
+        for name in ("activation_bytes", "stash_bytes", *(["boundary_bytes"] if handed is None else [])):
             columns[name] = columns[name] * bytes_more
     return CostTable(
         model=spec.name,
@@ -201,6 +205,7 @@ def setup_costs(
         rank_slowdown=pricing.cluster.rank_slowdown(),
         rank_memory_bytes=setup.rank_memory_bytes(),
         micro_batch_factor=factor,
+        boundary_factor=moved,
         tokens_per_micro_batch=tokens,
         gpus_per_rank=setup.gpus_per_rank,
         data_parallel=setup.dp,
@@ -271,33 +276,46 @@ def _micro_batch_factor(
     return factor, np.maximum(1.0, (np.array(tokens)[:, None] / factor).max(axis=0))
 
 
-def _item_factor(spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return time factors [micro-batch, layer] of a micro-batch's own images relative to the mean number of images, and
-    a factor per layer for its bytes.
+def _item_factors(
+    spec: ModelSpec, pricing: Pricing, sizes: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return time factors [micro-batch, layer] of a micro-batch's own images and recordings relative to their mean
+    numbers, a factor per layer for its bytes, and with two towers the factors of what layers hand over.
 
     A table scales the bytes of a layer by the same factors as its time. Bytes grow in proportion to the images and time
-    a little less; the second factor raises the bytes so that they are never too low.
+    a little less; the second factor raises the bytes so that they are never too low. A layer of one of two towers also
+    hands on what belongs to the other, which grows with the other's items.
     """
-    source = spec.source
-    assert source is not None
-    known: dict[tuple[int, float], tuple[np.ndarray, np.ndarray]] = {}
+    sources = spec.sources
+    known: dict[tuple[int, tuple[float, ...]], list[LayerCost]] = {}
 
-    def took(size: int, items: float) -> tuple[np.ndarray, np.ndarray]:
+    def priced_with(size: int, items: tuple[float, ...]) -> list[LayerCost]:
         if (size, items) not in known:
-            mine = replace(pricing, setup=replace(pricing.setup, micro_batch_size=size, images=()))
-            costs = price_recomputing(spec.reading(source.per(sequence=items)), mine)[0]
-            known[size, items] = _total_ms(costs), np.array([cost.activation_bytes for cost in costs])
+            setup = replace(pricing.setup, micro_batch_size=size, images=(), recordings=())
+            reading = (source.per(sequence=count) for source, count in zip(sources, items, strict=True))
+            known[size, items] = price_recomputing(spec.reading(*reading), replace(pricing, setup=setup))[0]
         return known[size, items]
 
-    times, held = [], []
-    for size, items in zip(sizes, items_of_micro_batches(pricing.setup, sizes), strict=True):
-        (ms, mine), (mean_ms, mean) = took(size, items), took(size, source.items)
-        times.append(np.divide(ms, mean_ms, out=np.ones_like(ms), where=mean_ms > 0))
+    average = tuple(source.items for source in sources)
+    of = [sources.index(layer.source) if isinstance(layer, TowerLayer) else 0 for layer in spec]
+    times, held, handed = [], [], []
+    for size, items in zip(sizes, items_of_micro_batches(sources, pricing.setup, sizes), strict=True):
+        mine, mean = priced_with(size, items), priced_with(size, average)
+        times.append(_ratios(_total_ms(mine), _total_ms(mean), 1.0))
         # A frozen tower keeps nothing for a backward, but its output still grows with its items.
-        share = np.full_like(mine, items / source.items if source.items else 1.0)
-        held.append(np.divide(mine, mean, out=share, where=mean > 0))
+        grown = [items[k] / average[k] if average[k] else 1.0 for k in of]
+        held.append(_ratios([c.activation_bytes for c in mine], [c.activation_bytes for c in mean], grown))
+        handed.append(_ratios([c.boundary_bytes for c in mine], [c.boundary_bytes for c in mean], 1.0))
     factor = np.maximum(np.array(times), NEARLY_NONE)
-    return factor, np.maximum(1.0, (np.array(held) / factor).max(axis=0))
+    more = np.maximum(1.0, (np.array(held) / factor).max(axis=0))
+    return factor, more, np.maximum(np.array(handed), NEARLY_NONE) if len(sources) > 1 else None
+
+
+def _ratios(values: Any, of: Any, otherwise: Any) -> np.ndarray:
+    """Return the quotients of two rows of numbers; `otherwise` where the second is 0."""
+    second = np.asarray(of, dtype=np.float64)
+    out = np.broadcast_to(np.asarray(otherwise, dtype=np.float64), second.shape).copy()
+    return np.divide(np.asarray(values, dtype=np.float64), second, out=out, where=second > 0)
 
 
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:

@@ -70,6 +70,26 @@ class ItemCounts(Kind):
         return list(value) or None
 
 
+def of_one_tower(
+    images: tuple[float, ...],
+    recordings: tuple[float, ...],
+    name: str,
+    words: tuple[str, str] = ("images", "recordings"),
+) -> tuple[float, ...]:
+    """Return the numbers of items of a model with one tower, for which `images` and `recordings` are two names."""
+    if images and recordings:
+        raise OctoPipeError(f"{name} has one tower, for which {words[0]} and {words[1]} are the same; give one of them")
+    return images or recordings
+
+
+def check_lists(images: tuple[float, ...], recordings: tuple[float, ...]) -> None:
+    """Raise an error if images and recordings are listed for different numbers of sequences."""
+    if len(images) > 1 and len(recordings) > 1 and len(images) != len(recordings):
+        raise OctoPipeError(
+            f"images of {len(images)} sequences and recordings of {len(recordings)}; give both for the same sequences"
+        )
+
+
 def _number(word: str) -> float | None:
     try:
         return float(word)

@@ -121,23 +121,24 @@ class Setup:
     )  # fmt: skip
     """Tokens per sequence; None: the file of times does not say."""
     images: tuple[float, ...] = setup_field(
-        (), ItemCounts(), part="batch", of_a_model=True, also={"recordings": lambda given: given},
-        words="models with a tower: images (or recordings) per sequence, one number, or one for every sequence of a "
-        "pipeline's step as a list or a file", unless_given="1",
+        (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
+        words="models with a tower: images per sequence, one number, or one for each of a step as a list or a file",
     )  # fmt: skip
     """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
+    recordings: tuple[float, ...] = setup_field(
+        (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
+        words="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
+    )  # fmt: skip
     encoder_seq: int | None = setup_field(
-        None, Whole(), part="batch", of_a_model=True, optional=True,
+        None, Whole(), part="batch", of_a_model=True, optional=True, unless_given="the model's",
         words="models with a tower or an encoder: positions per image, recording or source text",
-        unless_given="the model's",
     )  # fmt: skip
     zero: int = setup_field(
         1, Choice((0, 1, 2, 3)), part="training", of_a_model=True, also={"distributed_optimizer": int},
         words="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP)",
         unless_given="1",
     )  # fmt: skip
-    """0: every replica holds all state; 1: optimizer state sharded (Megatron's distributed optimizer); 2: gradients
-    too; 3: weights too (FSDP)."""
+    """0: every replica holds all state; 1 is what Megatron calls the distributed optimizer."""
     precision: Precision = setup_field(
         "bf16", Choice(PRECISIONS), part="training", of_a_model=True, words="precision of matrix products",
         unless_given="bf16",
@@ -409,10 +410,13 @@ class Setup:
             rank_memory_gib=self.memory_gib,
         )
 
+    @property
+    def listed_sequences(self) -> int:
+        """The number of sequences whose images or recordings are listed; at most 1 if none are."""
+        return max(len(self.images), len(self.recordings))
+
     def with_micro_batches(self, micro_batches: int) -> Setup:
         return replace(self, micro_batches=micro_batches)
-
-    # -- as text and JSON --------------------------------------------------------------------------------------------
 
     def words(self) -> str:
         """Describe the set-up in one line, which is shown with the numbers that it applies to."""
@@ -444,11 +448,3 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-
-
-def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
-    """Return the layers that full recomputation runs again inside the backward: all between embedding and head, or
-    `count` of them, spread evenly."""
-    inner = num_layers - 2
-    count = inner if count is None else min(count, inner)
-    return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

@@ -56,6 +56,12 @@ def words_of(setup: Setup) -> str:
 def _items(setup: Setup) -> str:
     """Describe what the model's encoder reads; empty if the set-up states nothing about an encoder."""
     size = "" if setup.encoder_seq is None else f", {setup.encoder_seq} positions each"
-    low, high = min(setup.images, default=1.0), max(setup.images, default=1.0)
-    count = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    count = _count(setup.images)
+    if setup.recordings:
+        return f", images: {count} per sequence{size}, recordings: {_count(setup.recordings)} per sequence"
     return f", encoder inputs: {count} per sequence{size}" if size or setup.images else ""
+
+
+def _count(counts: tuple[float, ...]) -> str:
+    low, high = min(counts, default=1.0), max(counts, default=1.0)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,4 +1,5 @@
-"""Derived sizes: the missing parallel size for a given number of GPUs, and the micro-batches of a global batch.
+"""Derived sizes: the missing parallel size for a given number of GPUs, the micro-batches of a global batch, and the
+layers that full recomputation runs again.
 
 Knows: products of parallel sizes. Does not know: the set-up that contains them (`setup.py`).
 """
@@ -58,3 +59,11 @@ def micro_batches_of(*, global_batch: int | None, micro_batch_size: int, dp: int
             f"global batch {global_batch} makes {found} micro-batches, not {given}; leave --micro-batches out"
         )
     return found
+
+
+def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
+    """Return the layers that full recomputation runs again inside the backward: all between embedding and head, or
+    `count` of them, spread evenly."""
+    inner = num_layers - 2
+    count = inner if count is None else min(count, inner)
+    return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

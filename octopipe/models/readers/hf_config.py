@@ -1,8 +1,8 @@
 """Any Hugging Face `config.json` of a language model -> ModelSpec, read as plain JSON.
 
 Knows: which reader a model type has, and that an unknown family is read as a usual decoder, with a warning. Does not
-know: the keys of a family (`hf_decoder.py`, `hf_classic.py`, `hf_hybrids.py`), towers and encoders (`hf_towers.py`),
-transformers (never imported) or weights.
+know: the keys of a family (`hf_decoder.py`, `hf_classic.py`, `hf_hybrids.py`), towers and encoders (`hf_towers.py`,
+`hf_two_towers.py`), transformers (never imported) or weights.
 
 >>> spec = from_config({"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
 ...                     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2})
@@ -23,7 +23,8 @@ from octopipe.models.readers.hf_classic import CLASSICS, classic
 from octopipe.models.readers.hf_decoder import Config, Family, decoder
 from octopipe.models.readers.hf_families import FAMILIES, OTHERWISE
 from octopipe.models.readers.hf_hybrids import HYBRIDS
-from octopipe.models.readers.hf_towers import encoder_decoder, tower_of, with_tower
+from octopipe.models.readers.hf_towers import encoder_decoder, towers_of, with_tower
+from octopipe.models.readers.hf_two_towers import with_two_towers
 from octopipe.models.spec import Layer, ModelSpec
 
 
@@ -51,18 +52,26 @@ def from_config(
     kind = str(config.get("model_type") or outer.get("model_type") or "decoder")
     try:
         text_alone = _names_text_model(outer)
-        tower = None if text_alone else tower_of(outer)
-        if tower is not None:
+        towers = [] if text_alone else towers_of(outer)
+        if towers:
             _check_decoder(outer)
 
             def read_text(text: Config, of: str) -> tuple[Layer, ...]:
                 return _read(text, of, of, known_families=known_families).layers
 
-            layers = with_tower(outer, tower, read_text)
+            if len(towers) == 1:
+                layers = with_tower(outer, towers[0], read_text)
+            else:
+                layers = with_two_towers(outer, towers[0], towers[1], read_text)
             return ModelSpec(name=name or str(outer.get("model_type") or kind), layers=layers, norm_eps=_eps(config))
         both = None if text_alone else encoder_decoder(outer)
         if both is not None:
             return ModelSpec(name=name or kind, layers=both, norm_eps=_eps(outer))
+        if isinstance(data.get("thinker_config"), Mapping):
+            raise OctoPipeError(
+                f"{where}: {brief(kind)} is several models, of which one is trained at a time; give its "
+                '"thinker_config" as a config.json of its own'
+            )
         _refuse_other_parts(data, where)
         _check_decoder(outer)
         return _read(config, kind, name or kind, known_families=known_families)

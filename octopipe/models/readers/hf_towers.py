@@ -1,8 +1,8 @@
 """Configs of vision-language models, audio-language models and encoder-decoders -> the layers of a ModelSpec.
 
 Knows: the keys that towers of transformers' models have in common, how many tokens an image or a recording becomes, and
-the keys of encoder-decoders built like T5 and like BART. Does not know: the text model's own keys (`hf_decoder.py`), or
-transformers, which is never imported.
+the keys of encoder-decoders built like T5 and like BART. Does not know: the text model's own keys (`hf_decoder.py`),
+models with two towers (`hf_two_towers.py`), or transformers, which is never imported.
 
 The layers are in the order in which `octopipe.huggingface.layers` divides the same model, one for each of its pieces,
 so that a plan made from a config is a plan for the model itself.
@@ -10,7 +10,7 @@ so that a plan made from a config is a plan for the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
@@ -23,7 +23,7 @@ from octopipe.models.towers import CrossAttention, CrossBlock, Join, Projection,
 ANY_SIZE_TOKENS = 1024
 """Tokens of an image for models that take images of any size (our choice; an image of 896 x 896 pixels for Qwen2.5-VL).
 The set-up's encoder_seq overrides it."""
-GATED = ("qwen2_5_vl", "pixtral", "glm4v", "qwen2_5_omni")
+GATED = ("qwen2_5_vl", "pixtral", "glm4v", "qwen2_5_omni_vision")
 """The beginnings of the model types of towers whose feed-forward layers have a gate."""
 TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -40,6 +40,15 @@ TEXT_DEFAULTS: dict[str, dict[str, int]] = {
         "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
     },
+    "qwen2_5_omni_text": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "qwen3_omni_moe_text": {
+        "hidden_size": 2048, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 3584, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }  # fmt: skip
 """Sizes that published configs leave out of their text part because they are the family's defaults."""
 TEXT_FAMILIES = {
@@ -49,6 +58,8 @@ TEXT_FAMILIES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
 }
 """The model types of text parts that are built like another family, and that family."""
 T5_LIKE = frozenset(("t5", "mt5", "umt5"))
@@ -59,15 +70,10 @@ Text = Callable[[Config, str], tuple[Layer, ...]]
 """A function that reads the layers of a text model from its config and its model type."""
 
 
-def tower_of(config: Config) -> Config | None:
-    """Return the part of a config that describes a vision or audio tower, or None if there is none."""
-    found = [key for key in ("vision_config", "audio_config") if isinstance(config.get(key), dict) and config.get(key)]
-    if len(found) > 1:
-        raise OctoPipeError(
-            f"{config.where}: {' and '.join(found)} are two towers, and one can be read from a config; "
-            "`octopipe profile` measures the model itself"
-        )
-    return config.part(found[0]) if found else None
+def towers_of(config: Config) -> list[Config]:
+    """Return the parts of a config that describe a vision and an audio tower."""
+    keys = ("vision_config", "audio_config")
+    return [config.part(key) for key in keys if isinstance(config.get(key), dict) and config.get(key)]
 
 
 def text_of(config: Config) -> tuple[Config, str]:
@@ -76,9 +82,10 @@ def text_of(config: Config) -> tuple[Config, str]:
     Older configs have the keys of the text part at the top level.
     """
     inner = config.part("text_config") if isinstance(config.get("text_config"), dict) else config
-    kind = str(inner.get("model_type") or "decoder")
-    kind = TEXT_FAMILIES.get(kind, kind)
-    data = {**TEXT_DEFAULTS.get(kind, {}), **{k: v for k, v in inner.data.items() if v is not None}}
+    named = str(inner.get("model_type") or "decoder")
+    kind = TEXT_FAMILIES.get(named, named)
+    defaults = TEXT_DEFAULTS.get(named, TEXT_DEFAULTS.get(kind, {}))
+    data = {**defaults, **{k: v for k, v in inner.data.items() if v is not None}}
     if "vocab_size" not in data and config.has("vocab_size"):
         data["vocab_size"] = config.get("vocab_size")
     if config.has("tie_word_embeddings") and "tie_word_embeddings" not in data:
@@ -92,21 +99,27 @@ def with_tower(config: Config, tower: Config, read_text: Text) -> tuple[Layer, .
     embedding, *blocks, head = read_text(text, kind)
     assert isinstance(embedding, Embedding)
     audio = tower.where.endswith("audio_config")
-    source = _recordings(config, tower) if audio else _images(config, tower)
+    source = _recordings(config, tower) if audio else images_of(config, tower)
     first = _stem(tower, source) if audio else _patches(config, tower, source)
-    projector = _projector(config, tower, embedding.hidden)
+    projector = projector_of(config, tower, embedding.hidden)
     join = Join(hidden=embedding.hidden, embedding=embedding, projectors=(projector,), source=source)
-    # Qwen3-VL adds features of several layers of its tower behind its first decoder layers.
+    decoder = with_late_features(tower, projector, source, blocks)
+    kind = str(tower.get("model_type") or config.get("model_type") or "")
+    return (first, *(TowerLayer(inner=b, source=source) for b in tower_blocks(tower, kind)), join, *decoder, head)
+
+
+def with_late_features(tower: Config, projector: Projector, source: Source, blocks: Sequence[Layer]) -> list[Layer]:
+    """Return the decoder's blocks, with the layers that add features of the tower's inner layers behind the first of
+    them (Qwen3-VL)."""
     count = len(tower.items("deepstack_visual_indexes") or [])
-    more = Join(hidden=embedding.hidden, projectors=(projector,), source=source)
+    more = Join(hidden=projector.hidden, projectors=(projector,), source=source)
     decoder: list[Layer] = []
     for i, block in enumerate(blocks):
         decoder += [block, more] if i < count else [block]
-    kind = str(tower.get("model_type") or config.get("model_type") or "")
-    return (first, *(TowerLayer(inner=b, source=source) for b in _tower_blocks(tower, kind)), join, *decoder, head)
+    return decoder
 
 
-def _images(config: Config, tower: Config) -> Source:
+def images_of(config: Config, tower: Config) -> Source:
     patch = _side(tower, "patch_size")
     merge = max(1, tower.size("spatial_merge_size", default=config.size("spatial_merge_size", default=1)))
     free = tower.has("spatial_merge_size") or str(tower.get("model_type")) == "pixtral"
@@ -134,14 +147,18 @@ def _side(tower: Config, key: str) -> int:
     return Config(data={key: first}, where=tower.where).size(key)
 
 
-def _width(tower: Config) -> int:
+def width_of(tower: Config) -> int:
     return tower.size("embed_dim", "d_model", "hidden_size")
 
 
+def pixels_of(tower: Config) -> int:
+    """Return the number of values of a patch."""
+    pixels = tower.size("in_channels", "in_chans", "num_channels", default=3) * _side(tower, "patch_size") ** 2
+    return pixels * max(1, tower.size("temporal_patch_size", default=1))
+
+
 def _patches(config: Config, tower: Config, source: Source) -> TowerLayer:
-    width, patch = _width(tower), _side(tower, "patch_size")
-    pixels = tower.size("in_channels", "in_chans", "num_channels", default=3) * patch**2
-    pixels *= max(1, tower.size("temporal_patch_size", default=1))
+    width, pixels = width_of(tower), pixels_of(tower)
     learned = 0 if source.free else source.positions
     learned = tower.size("num_position_embeddings", default=learned)
     return TowerLayer(inner=Projection(hidden=width, width=pixels, positions=learned), source=source)
@@ -149,13 +166,13 @@ def _patches(config: Config, tower: Config, source: Source) -> TowerLayer:
 
 def _stem(tower: Config, source: Source) -> TowerLayer:
     """Return the first layer of an audio encoder: two convolutions over three frames each."""
-    width, bins = _width(tower), tower.size("num_mel_bins", default=80)
+    width, bins = width_of(tower), tower.size("num_mel_bins", default=80)
     inner = Projection(hidden=width, width=3 * bins + 3 * width, positions=source.positions)
     return TowerLayer(inner=inner, source=source)
 
 
-def _tower_blocks(tower: Config, kind: str) -> list[Block]:
-    width = _width(tower)
+def tower_blocks(tower: Config, kind: str) -> list[Block]:
+    width = width_of(tower)
     count = tower.size("depth", "num_hidden_layers", "encoder_layers")
     if not 1 <= count <= MAX_LAYERS:
         raise OctoPipeError(f'{tower.where}: "num_hidden_layers" is {count}; give 1 to {MAX_LAYERS}')
@@ -189,8 +206,8 @@ def _tower_blocks(tower: Config, kind: str) -> list[Block]:
     return [Block(mixer=attention if full is None or i in full else narrow, ffn=mlp) for i in range(count)]
 
 
-def _projector(config: Config, tower: Config, hidden: int) -> Projector:
-    width = _width(tower)
+def projector_of(config: Config, tower: Config, hidden: int) -> Projector:
+    width = width_of(tower)
     merge = max(1, tower.size("spatial_merge_size", default=1)) ** 2
     bias = config.flag("multimodal_projector_bias", default=not config.has("mm_tokens_per_image"))
     if merge > 1:  # neighbouring patches are concatenated and pass through a feed-forward of that width

@@ -18,10 +18,11 @@ from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
 from octopipe.costs.table import CostTable
 from octopipe.models.readers.hf_config import from_config
-from octopipe.models.spec import ModelSpec
+from octopipe.models.spec import ModelSpec, Source
 
 if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
+    from octopipe.huggingface.inputs import InputForm
 
 VALUE_BYTES = {"fp64": 8.0, "fp32": 4.0}
 """Bytes of one value of an activation by precision; precisions that are not listed compute in 16 bits."""
@@ -69,6 +70,14 @@ def step_flops(spec: ModelSpec | HfModel, *, seq: int, micro_batch_size: int = 1
     return [6.0 * count * seq * micro_batch_size for count in layer_parameters(spec)]
 
 
+def _as_read(source: Source, form: InputForm) -> Source:
+    """Return what a tower reads, with the size and number of the items that are given to the model."""
+    source = source.of_size(form.positions) if form.positions and source.free else source
+    if form.images and not source.is_attended:
+        source = source.per(sequence=sum(form.images) / len(form.images))
+    return source
+
+
 def planned_spec(spec: ModelSpec | HfModel) -> ModelSpec | None:
     """Return the planner's description of a model; None unless it has one layer for each layer that runs."""
     if isinstance(spec, ModelSpec):
@@ -78,10 +87,8 @@ def planned_spec(spec: ModelSpec | HfModel) -> ModelSpec | None:
         known = known.without_mtp() if any(layer.symbol == "P" for layer in known) else known
     except OctoPipeError:
         return None
-    if known.source is not None and spec.inputs is not None:
-        source, form = known.source, spec.inputs
-        source = source.of_size(form.positions) if form.positions and source.free else source
-        if form.images and not source.is_attended:
-            source = source.per(sequence=sum(form.images) / len(form.images))
-        known = known.reading(source)
+    if known.sources and spec.inputs is not None:
+        heard = spec.inputs.beside if len(known.sources) > 1 else None
+        forms = [heard if heard is not None and s.kind == "audio" else spec.inputs for s in known.sources]
+        known = known.reading(*(_as_read(*pair) for pair in zip(known.sources, forms, strict=True)))
     return known if known.num_layers == spec.num_layers else None

@@ -148,10 +148,10 @@ class Workload:
         if form is None:
             return self._tokens(device, count, step=0, length=self.tokens)
         out = []
-        items = form.typical(self.micro_batch_size)
+        items = [kind.typical(self.micro_batch_size) for kind in form.kinds]
         for m, tokens in enumerate(self._tokens(torch.device("cpu"), count, step=0, length=self.tokens + 1)):
             seeds = [self.seed + m * self.micro_batch_size + row for row in range(self.micro_batch_size)]
-            inputs, _ = form.made_up(tokens, items, seed=seeds, dtype=PARAMETER_DTYPES[self.precision])
+            inputs, _ = form.made_up(tokens, *items, seed=seeds, dtype=PARAMETER_DTYPES[self.precision])
             out.append({name: value.to(device) for name, value in inputs.items()})
         return out
 

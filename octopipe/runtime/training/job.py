@@ -140,7 +140,8 @@ class TrainJob:
                     f"{self.spec.name} has a tower or an encoder, and --lengths is for models with tokens alone; leave "
                     "it out"
                 )
-            form.items(self.num_micro_batches * self.micro_batch_size)
+            for kind in form.kinds:
+                kind.items(self.num_micro_batches * self.micro_batch_size)
         choices = (("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda")), ("schedule", SCHEDULES))
         for name, known in choices:
             if getattr(self, name) not in known:

@@ -24,6 +24,7 @@ from octopipe.costs.analytic.items import NEARLY_NONE
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.profile_file import Profile
 from octopipe.huggingface.described import HfModel
+from octopipe.huggingface.inputs import InputForm
 from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
@@ -129,18 +130,40 @@ def item_factor(job: TrainJob, measured: Profile | None = None) -> Any:
     form = job.inputs
     if form is None or form.decodes or not form.num_tower_layers:
         return None
-    size = job.micro_batch_size
-    items = form.items(job.num_micro_batches * size)
-    mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
+    size, stated = job.micro_batch_size, None
     if measured is not None and isinstance(measured.about.get("recipe"), dict):
-        stated = measured.costs.setup
-        form = replace(form, images=() if stated is None else stated.images)
-    typical = sum(form.typical(size))
-    if not typical or (mine == typical).all():
-        return None
+        stated = measured.costs.setup or Setup(gpu=None)
     factor = np.ones((job.num_micro_batches, job.spec.num_layers))
-    factor[:, : form.num_tower_layers] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
-    return factor
+    for kind in form.kinds:
+        items, (first, stop) = kind.items(job.num_micro_batches * size), kind.tower_range
+        mine = np.array([sum(items[m * size : (m + 1) * size]) for m in range(job.num_micro_batches)])
+        profiled = kind if stated is None else replace(kind, images=_stated_counts(stated, form, kind))
+        typical = sum(profiled.typical(size))
+        if typical:
+            factor[:, first:stop] = np.maximum(mine / typical, NEARLY_NONE)[:, None]
+    return None if (factor == 1).all() else factor
+
+
+def _stated_counts(stated: Setup, form: InputForm, kind: InputForm) -> tuple[float, ...]:
+    """Return the items per sequence that a set-up states for one kind; with one tower, both names mean its items."""
+    if form.beside is None:
+        return stated.images or stated.recordings
+    return stated.recordings if kind is form.beside else stated.images
+
+
+def handed_factor(job: TrainJob, factor: Any) -> Any:
+    """Return the factors of what layers hand over, for times by `item_factor`; None if they are the same.
+
+    Layers of one of two towers also hand on what belongs to the other. A measured size does not say how much of it
+    does, so the larger factor counts.
+    """
+    form = job.inputs
+    if form is None or form.beside is None:
+        return None
+    out = factor.copy()
+    towers = slice(0, form.num_tower_layers)
+    out[:, towers] = factor[:, [kind.tower_range[0] for kind in form.kinds]].max(axis=1)[:, None]
+    return out
 
 
 def sized(job: TrainJob, profile: Profile) -> Profile:
@@ -154,6 +177,7 @@ def sized(job: TrainJob, profile: Profile) -> Profile:
         pp=job.pp,
         micro_batches=job.num_micro_batches,
         images=() if form is None else form.images,
+        recordings=() if form is None or form.beside is None else form.beside.images,
         encoder_seq=None if form is None else form.positions or None,
         frozen=tuple((k, k) for k in job.frozen),
     )

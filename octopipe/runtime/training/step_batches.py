@@ -70,15 +70,17 @@ def _made_up(job: TrainJob, source: Source, begin: int) -> tuple[list[Any], list
     form = job.inputs
     assert form is not None
     count, size = job.num_micro_batches, job.micro_batch_size
-    items = form.items(count * size)
-    share = torch.tensor(sum(job.seq - form.ignored(n) for n in items) / count, dtype=torch.float64)
+    items = [kind.items(count * size) for kind in form.kinds]
+    counted = sum(job.seq - form.ignored(*each) for each in zip(*items, strict=True))
+    share = torch.tensor(counted / count, dtype=torch.float64)
     inputs, targets = [], []
     for m in range(count):
         numbers = [begin + m * size + row for row in range(size)]
         tokens = torch.from_numpy(np.stack([source.sample(k) for k in numbers]))
         seeds = [job.seed * 1_000_003 + k for k in numbers]
         dtype = PARAMETER_DTYPES[job.mode.precision]
-        given, wanted = form.made_up(tokens, items[m * size : (m + 1) * size], seed=seeds, dtype=dtype)
+        mine = (column[m * size : (m + 1) * size] for column in items)
+        given, wanted = form.made_up(tokens, *mine, seed=seeds, dtype=dtype)
         inputs.append(given)
         targets.append({"labels": wanted, "items": share})
     return inputs, targets

@@ -54,6 +54,7 @@ from octopipe.runtime.training.run_parts import (
     backend,
     check_memory,
     folder,
+    handed_factor,
     identity,
     item_factor,
     length_factor,
@@ -167,7 +168,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         factor = length_factor(job, profile.costs.tokens_per_micro_batch)
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=factor))
     if profile is not None and (items := item_factor(job, job.profile)) is not None:
-        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=items))
+        costs = profile.costs.replace(micro_batch_factor=items, boundary_factor=handed_factor(job, items))
+        profile = profile.with_costs(costs)
     profile = None if profile is None else sized(job, profile)
     job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):

@@ -104,7 +104,8 @@ class Evaluator:
         self.sums = _sums(np.stack([size * values for values in added]))
         """[F, I, W, activation, stash][micro_batch][layers before]"""
         self.per_layer = _sums(np.stack((costs.static_bytes, costs.optimizer_ms)))
-        self.boundary, self.workspace = size * costs.boundary_bytes, np.append(costs.workspace_bytes, 0.0)
+        handed = size if costs.handed_factor is None else costs.handed_factor[:num_micro_batches]
+        self.boundary, self.workspace = handed * costs.boundary_bytes, np.append(costs.workspace_bytes, 0.0)
         links = [[costs.network.link(a, b) for b in range(num_ranks)] for a in range(num_ranks)]
         self.latency = np.array([[link.latency_ms for link in row] for row in links])
         self.per_byte = np.array([[link.ms_per_byte for link in row] for row in links])

@@ -142,7 +142,7 @@ def _transfers(
                 model.add_implication(apart[a, b], on[layer][a])
                 model.add_implication(apart[a, b], on[layer + 1][b])
     for m in range(micro_batches):
-        nbytes = float((costs.boundary_bytes * costs.factor(m))[layer])
+        nbytes = float((costs.boundary_bytes * costs.handed(m))[layer])
         for kind, source, target, back in (("F", layer, layer + 1, False), ("I", layer + 1, layer, True)):
             model.add(start[kind, target, m] >= end[kind, source, m])
             for (a, b), holds in apart.items():
@@ -235,7 +235,8 @@ def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end
                 spans.append((until_i, until_w, stash - kept, here[r]))  # what a forward inside I restores
                 if stated.drops:
                     stays = _keeps_input(stated, layer, r)
-                    given = math.floor(float(costs.boundary_bytes[layer - 1] * size)) if layer else 0
+                    handed = (costs.boundary_bytes * costs.handed(m))[layer - 1] / unit
+                    given = math.floor(float(handed)) if layer else 0
                     spans.append((start["F", layer, m], begins, min(held, given), stays))
                 for begin, ends, nbytes, present in spans:
                     if nbytes:

@@ -122,7 +122,8 @@ class Prices:
 
         self._times = [summed(v) for v in (costs.forward_ms, costs.input_ms, costs.weight_ms)]
         self._bytes = [summed(v) for v in (costs.activation_bytes, costs.stash_bytes)]
-        self._boundary = size * costs.boundary_bytes
+        handed = size if costs.handed_factor is None else costs.handed_factor[:num_micro_batches]
+        self._boundary = handed * costs.boundary_bytes
         self._partial = size[:, -1] * PARTIAL_BYTES * (costs.tokens_per_micro_batch or 0)
         self._static = np.concatenate(([0.0], np.cumsum(costs.static_bytes)))
         self._slow = np.array([costs.slowdown(r) for r in range(num_ranks)])

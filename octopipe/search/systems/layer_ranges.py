@@ -97,11 +97,12 @@ def layer_ranges(
     p, m, layers = num_ranks, num_micro_batches, costs.num_layers
     ranks = tuple(range(p)) if ranks is None else tuple(ranks)
     held = tuple(min(p - s, m) for s in range(p)) if in_flight is None else tuple(in_flight)
-    factor = costs.micro_batch_factor
+    factor, handed = costs.micro_batch_factor, costs.handed_factor
     mean, largest = (1.0, 1.0) if factor is None else (factor[:m].mean(axis=0), factor[:m].max(axis=0))
     slow = np.array([1.0 if equal_ranks else costs.slowdown(r) for r in ranks])[:, None, None]
-    moved = np.concatenate(([0.0], costs.boundary_bytes * mean))  # moved[k]: the tensor that enters layer k
-    before = np.concatenate(([0.0], costs.boundary_bytes * largest))
+    usual, most = (1.0, 1.0) if handed is None else (handed[:m].mean(axis=0), handed[:m].max(axis=0))
+    moved = np.concatenate(([0.0], costs.boundary_bytes * usual))  # moved[k]: the tensor that enters layer k
+    before = np.concatenate(([0.0], costs.boundary_bytes * most))
     after = before.copy()
     after[layers] = 0.0  # nothing leaves the last layer
     reduce = np.zeros((layers + 1, layers + 1))

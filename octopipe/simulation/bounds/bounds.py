@@ -412,8 +412,8 @@ def _hop_ms(costs: CostTable, num_ranks: int) -> float:
     if not links or costs.num_layers < 2:
         return 0.0
     size = costs.boundary_bytes[:-1]
-    if costs.micro_batch_factor is not None:
-        size = size * costs.micro_batch_factor[:, :-1].min(axis=0)
+    if costs.handed_factor is not None:
+        size = size * costs.handed_factor[:, :-1].min(axis=0)
     least = float(size.min())
     return min(link.latency_ms + least * link.ms_per_byte for link in links)
 

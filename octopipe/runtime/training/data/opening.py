@@ -115,10 +115,11 @@ def check_form(path: str, form: InputForm | None) -> None:
         raise OctoPipeError(f"{shown(path)} holds samples for models with a tower or an encoder; give tokens or text")
     if form is None or is_samples(path):
         return
-    if form.decodes or any(form.items(len(form.images) or 1)):
+    if form.decodes or any(any(kind.items(len(kind.images) or 1)) for kind in form.kinds):
+        none = "--images 0" if form.beside is None else "--images 0 and --recordings 0"
         raise OctoPipeError(
             f"{shown(path)} holds tokens alone, and the model reads more; give a folder of .npz samples"
-            + ("" if form.decodes else ", or --images 0 to train on text")
+            + ("" if form.decodes else f", or {none} to train on text")
         )
 
 

@@ -115,7 +115,9 @@ class Samples:
             return found
         ids = found["input_ids"]
         if labels is None:
-            labels = np.where(ids == self._form.token, IGNORED, ids) if self._form.places else ids
+            labels = ids
+            for form in self._form.kinds:
+                labels = np.where(ids == form.token, IGNORED, labels) if form.places else labels
             if "attention_mask" in found:
                 labels = np.where(found["attention_mask"] == 0, IGNORED, labels)
         if labels.shape != ids.shape:

@@ -114,6 +114,7 @@ def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Pr
             f"{num_micro_batches} micro-batches over {layers} layers; the tuner takes at most {MASK} of either"
         )
     size = np.ones((1, layers)) if factor is None else factor[:num_micro_batches]
+    handed = size if costs.handed_factor is None else costs.handed_factor[:num_micro_batches]
     every = size.sum(axis=0) * (num_micro_batches if factor is None else 1)
 
     def summed(values: Any) -> Any:
@@ -123,7 +124,7 @@ def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Pr
     layer = np.stack([
         *(summed(size * v) for v in (costs.forward_ms, costs.input_ms, costs.weight_ms)),
         *(summed(size * v) for v in (costs.activation_bytes, costs.stash_bytes)),
-        np.concatenate((np.zeros((size.shape[0], 1)), size * costs.boundary_bytes), axis=1),
+        np.concatenate((np.zeros((size.shape[0], 1)), handed * costs.boundary_bytes), axis=1),
     ])  # fmt: skip
     once = np.zeros(layers)
     once[list(costs.not_repeatable())] = 1.0
