@@ -42,6 +42,7 @@ from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import search
 from octopipe.search.planner.splits import parse_split
+from octopipe.search.planner.today import split_of_today
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "questions.json"
@@ -164,11 +165,9 @@ def setup_of(question: Question) -> tuple[Setup, int]:
 def expert_split(question: Question) -> Candidate:
     """The expert's split, simulated under the same model with as much recomputation as it takes: (interleaved) 1F1B, or
     the best of the published zero-bubble and overlapping schedules where the question leaves the runtime open."""
-    from octopipe.search.planner.search import _today
-
     base, gpus = setup_of(question)
     pricer = Pricer(preset(question.model), base, question.batch)
-    found = _today(pricer, base, gpus, parse_split(question.expert), "auto")
+    found = split_of_today(pricer, gpus, parse_split(question.expert), "auto", RUNTIMES[question.runtime])
     if found.split.pp == 1 or not RUNTIMES[question.runtime].any_order:
         return found
     others = [pricer.scheduled(found.split, system) for system in ("zb-h1", "zb-v", "dualpipev")]
@@ -269,8 +268,6 @@ def with_today(budget_s: float, wall: bool, only: list[int] | None, withheld: bo
     It is given as --today, so the answer is never behind it; `alone` compares the best split that the search found by
     itself, which looks at what published runs of the model used. `withheld`: it may not look at them, and today's
     split is simulated beside the search."""
-    from octopipe.search.planner.search import _today
-
     for number, row, base, today in published_questions(only):
         gpus, batch = row.setup.num_gpus, row.setup.global_batch or 1
         try:
@@ -289,7 +286,7 @@ def with_today(budget_s: float, wall: bool, only: list[int] | None, withheld: bo
             yield number, {"row": row.name, "ratio": None, "fits": False, "answer": str(error)}
             continue
         pricer = Pricer(row.spec, base, batch, overlaps=RUNTIMES["any"].overlaps)
-        present = found.today or _today(pricer, base, gpus, today, "auto")
+        present = found.today or split_of_today(pricer, gpus, today, "auto", RUNTIMES["any"])
         own = min((c.step_ms for c in found.ranked if c.fits and c.how != "estimated"), default=math.inf)
         ratio, alone = present.step_ms / found.best.step_ms, present.step_ms / own
         fits = "" if present.fits else " (today's does not fit)"

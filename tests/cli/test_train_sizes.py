@@ -50,7 +50,14 @@ def measured_with(folder: Path, **recipe: Any) -> Profile:
 def flags(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(
         **{"seq": None, "micro_batch_size": None, "lengths": None, "profile": "p.json", "plan": "plan.json"}
-        | {"images": None, "encoder_seq": None, "frozen": None, "offload_optimizer": None}
+        | {
+            "images": None,
+            "recordings": None,
+            "model": "llama3-8b",
+            "encoder_seq": None,
+            "frozen": None,
+            "offload_optimizer": None,
+        }
         | given
     )
 
@@ -119,13 +126,17 @@ def test_the_plan_of_a_run_states_the_runs_size(tmp_path: Path) -> None:
 def test_a_run_takes_encoder_inputs_and_frozen_layers_from_its_profile_or_plan(tmp_path: Path) -> None:
     measured = measured_with(tmp_path, images=2.0, encoder_seq=16, frozen="0-1")
     args = flags()
-    assert taken_inputs(args, None, measured) == {"images": (2.0,), "encoder_seq": 16}
+    assert taken_inputs(args, None, measured) == {"images": (2.0,), "recordings": (), "encoder_seq": 16}
     assert args.frozen == "0-1"
     args = flags(images=3.0, frozen="2")
     assert taken_inputs(args, None, measured)["images"] == (3.0,) and args.frozen == "2"
     save_plan(tune(tmp_path / "p.json", 2, 4, iterations=20).plan, tmp_path / "plan.json")
     args = flags()
-    assert taken_inputs(args, load_plan(tmp_path / "plan.json"), None) == {"images": (2.0,), "encoder_seq": 16}
+    assert taken_inputs(args, load_plan(tmp_path / "plan.json"), None) == {
+        "images": (2.0,),
+        "recordings": (),
+        "encoder_seq": 16,
+    }
     assert args.frozen == "0-1"
 
 

@@ -114,7 +114,7 @@ def test_simulate_says_what_uneven_routing_costs(tmp_path: Path, capsys: pytest.
 
 
 def test_as_many_experts_as_were_measured() -> None:
-    with pytest.raises(OctoPipeError, match="tokens of 3 experts; layer 1 has 4"):
+    with pytest.raises(OctoPipeError, match="tokens of 3 experts, and layer 1 has 4"):
         measured().costs.with_imbalance((1.0, 2.0, 3.0))
 
 

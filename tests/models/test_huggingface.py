@@ -241,7 +241,7 @@ def test_a_multimodal_config_gives_its_text_part():
         ({"model_type": "qwen2_vl", **BASE, "vision_config": {"depth": 2}}, "vision_config"),
         ({"model_type": "llava_llama", **BASE, "mm_vision_tower": "openai/clip"}, "mm_vision_tower"),
         ({"model_type": "a_vl", **BASE, "audio_config": {"d_model": 8}, "vision_config": {"depth": 2}}, "two towers"),
-        ({"model_type": "opt", **BASE, "word_embed_proj_dim": 8}, '"word_embed_proj_dim" is 8 beside "hidden_size"'),
+        ({"model_type": "opt", **BASE, "word_embed_proj_dim": 8}, '"word_embed_proj_dim" is 8, and "hidden_size" 64'),
         ({"model_type": "bert", **BASE}, "bert is an encoder"),
         ({"model_type": "roberta", **BASE, "architectures": ["RobertaForCausalLM"]}, "roberta is an encoder"),
         ({"model_type": "longt5", "is_encoder_decoder": True}, "'longt5' cannot be read from a config"),

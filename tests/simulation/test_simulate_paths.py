@@ -17,7 +17,7 @@ from octopipe.costs.shard_times import ShardTimes
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import plan_from_json, plan_to_json
 from octopipe.plans.plan import Op, Plan, Stage, parse_orders
-from octopipe.plans.price import prices_kept, stage_memory
+from octopipe.plans.price import prices_cached, stage_memory
 from octopipe.simulation.host_moves import memory_times
 from octopipe.simulation.lowering import Program, lower
 from octopipe.simulation.simulator import makespan_ms, simulate
@@ -101,16 +101,16 @@ def bytes_of(layers: int) -> CostTable:
 def test_what_a_stage_keeps_is_what_its_edges_bring(how: dict[str, bool]) -> None:
     last = Stage(first=2, stop=3, rank=0, **how)
     costs = bytes_of(3)
-    with prices_kept():
+    with prices_cached():
         both = joined(((0, 1), (0, 2), (1, 2)), last)
-        assert stage_memory(both, costs).kept[2, 0] == 11.0
+        assert stage_memory(both, costs).after_forward[2, 0] == 11.0
         skipped = replace(both, edges=(((0, 1), (0, 2)),))
-        assert stage_memory(skipped, costs).kept[2, 0] == 1.0
+        assert stage_memory(skipped, costs).after_forward[2, 0] == 1.0
         alone = replace(both, edges=(((0, 1),),), routes=((0, 1, 2),))
-        assert stage_memory(alone, costs).kept[2, 0] == 0.0  # it takes the batch, which is not counted
+        assert stage_memory(alone, costs).after_forward[2, 0] == 0.0  # it takes the batch, which is not counted
     shards = tuple(Stage(first=0, stop=1, rank=0, shard=(k, 2)) for k in range(2))
     of_sum = joined(((0, 2), (1, 2)), replace(last, first=1, stop=2), shards)
-    assert stage_memory(of_sum, costs.only((0, 1))).kept[2, 0] == 1.0  # one sum
+    assert stage_memory(of_sum, costs.only((0, 1))).after_forward[2, 0] == 1.0  # one sum
 
 
 @pytest.mark.parametrize("kind", ["F", "I", "W", "B"])

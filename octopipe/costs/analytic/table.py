@@ -72,6 +72,16 @@ def check_divides(spec: ModelSpec, tp: int, ep: int = 1, etp: int = 1) -> None:
             )
 
 
+def check_experts(spec: ModelSpec, setup: Setup) -> None:
+    """Raise an error if a set-up distributes experts that the model does not have."""
+    if any(isinstance(part, Moe) for layer in spec for part in layer.parts):
+        return
+    given = {"ep": setup.ep, "etp": setup.etp, "nodes_per_token": setup.nodes_per_token}
+    for name, size in given.items():
+        if (size or 1) > 1 or (size and name == "nodes_per_token"):
+            raise OctoPipeError(f"{spec.name} has no experts; {name} {size} has no effect; leave it out")
+
+
 @lru_cache(maxsize=64)
 def _divided_sizes(layers: tuple[Layer, ...]) -> tuple[tuple[int, str, str, int], ...]:
     """Return (layer, symbol, name, size) of every size that is sharded, with the first layer that has it."""
@@ -156,11 +166,7 @@ def setup_costs(
     spec, setup = settled(spec, setup)
     assert setup.seq is not None
     check_divides(spec, setup.tp, setup.ep, setup.cluster().expert_tp)
-    if not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
-        given = {"ep": setup.ep, "etp": setup.etp, "nodes_per_token": setup.nodes_per_token}
-        for name, size in given.items():
-            if (size or 1) > 1 or (size and name == "nodes_per_token"):
-                raise OctoPipeError(f"{spec.name} has no experts; {name} {size} has no effect; leave it out")
+    check_experts(spec, setup)
     pricing = Pricing.of(setup, rates, exchange)
     costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
