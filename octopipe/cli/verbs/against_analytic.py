@@ -28,8 +28,6 @@ class KindRow:
     layers: int
     measured_ms: dict[str, float]
     analytic_ms: dict[str, float]
-    separate_sum_ms: float = 0.0
-    """Milliseconds that W takes in addition if experts' weight gradients are accumulated in a separate pass."""
 
     def ratio(self, op: str | None = None) -> float | None:
         """Return measured over analytic time of one op, or of all three; None if the analytic time is zero."""
@@ -43,7 +41,6 @@ class KindRow:
             "layers": self.layers,
             "measured_ms": self.measured_ms,
             "analytic_ms": self.analytic_ms,
-            "separate_sum_ms": self.separate_sum_ms,
             "ratio": {**{op: self.ratio(op) for op in TIMES}, "all": self.ratio()},
         }
 
@@ -67,12 +64,16 @@ def gpu_of(asked: str, device: str) -> str:
 
 
 def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, micro_batch_size: int) -> list[KindRow]:
-    """Return a row per kind of layer, in the model's order; prefers times measured with one rank active."""
-    from octopipe.costs.analytic.layer_pricing import Pricing
-    from octopipe.costs.analytic.separate_sum import separate_sum_ms
+    """Return a row per kind of layer, in the model's order; prefers times measured with one rank active.
+
+    Prices are those of this package's own runtime, whose kernels are measured here; those of Megatron and other stacks
+    differ, most of all for experts.
+    """
+    from octopipe.costs.analytic.calibration import OWN_STACK, stack_named
     from octopipe.costs.resolve import resolve_costs
 
-    priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu)
+    stack = stack_named(OWN_STACK)
+    priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu, stack=stack)
     measured = profile.partial.get(1, profile.costs)
     if priced.num_layers != measured.num_layers:
         raise OctoPipeError(
@@ -83,10 +84,6 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
     # Layers with the same name may differ (in their attention windows); their analytic time tells them apart.
     keys = [(name, round(float(priced.layer_ms[i]), 9)) for i, name in enumerate(names)]
     rows = []
-    assert priced.setup is not None
-    pricing = Pricing.of(priced.setup)
-    # Kernels that accumulate into the gradient during the GEMM exist for single products and batches of equal ones.
-    apart = profile.mode is not None and profile.mode.precision.startswith("bf16")
     for key in dict.fromkeys(keys):
         i = keys.index(key)
         twins = [k for k in dict.fromkeys(keys) if k[0] == key[0]]
@@ -96,7 +93,6 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
                 layers=keys.count(key),
                 measured_ms={op: float(getattr(measured, name)[i]) for op, name in TIMES.items()},
                 analytic_ms={op: float(getattr(priced, name)[i]) for op, name in TIMES.items()},
-                separate_sum_ms=separate_sum_ms(spec.layers[i], pricing) if apart else 0.0,
             )
         )
     return rows
@@ -104,6 +100,8 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
 
 def show(rows: Sequence[KindRow], gpu: str) -> None:
     from rich.table import Table
+
+    from octopipe.costs.analytic.calibration import OWN_STACK, stack_named
 
     out = console()
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
@@ -117,25 +115,11 @@ def show(rows: Sequence[KindRow], gpu: str) -> None:
         for op in TIMES:
             cells += [f"{row.measured_ms[op]:.3f}", f"{row.analytic_ms[op]:.3f}", _times(row.ratio(op))]
         table.add_row(named(row.kind), *cells, _times(row.ratio()))
-    out.print(f"measured against the analytic price of {gpu} (x: measured over priced)")
+    stack = stack_named(OWN_STACK)
+    out.print(f"measured against the analytic price of {gpu} with the stack {stack.name} (x: measured over priced)")
     out.print(table)
-    for line in words(rows):
-        out.print(line, style="dim", soft_wrap=True)
-
-
-def words(rows: Sequence[KindRow]) -> list[str]:
-    """Return lines on why analytic costs of experts differ from the times of torch's kernels, with numbers."""
-    out = []
-    for row in rows:
-        if row.separate_sum_ms > 0:
-            whole = row.analytic_ms["W"] + row.separate_sum_ms
-            out.append(
-                f"{named(row.kind)}: the price of W adds experts' weight gradients inside the matrix product, as "
-                f"Megatron's kernels do. torch has no such kernel for grouped products and adds them in a pass of its "
-                f"own, {row.separate_sum_ms:.3f} ms more by the same rates: with it, W takes "
-                f"{row.measured_ms['W'] / whole:.2f} times its price"
-            )
-    return out
+    if stack.errors is not None:
+        out.print(f"the rates of {stack.name} were fitted to {stack.errors.words()}", style="dim", soft_wrap=True)
 
 
 def _times(ratio: float | None) -> str:

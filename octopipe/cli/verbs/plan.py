@@ -280,6 +280,7 @@ STACKS = {
     "megatron": ("megatron-2026-06", "megatron-2026", "megatron-2025", "megatron-2024", "megatron-2021"),
     "torchtitan": ("torchtitan",),
     "torch": ("plain-torch",),
+    "octopipe": ("octopipe",),
 }
 """The stacks of each runtime if no stack is named, newest first; other runtimes use the default stack."""
 

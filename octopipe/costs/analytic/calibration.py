@@ -1,8 +1,8 @@
 """Stacks: how much of a GPU's data sheet a training stack's kernels and collectives reach, fitted to training runs.
 
 Knows: the rates of a stack per (GPU generation, precision), which stacks come with the package
-(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit`), stack files, and the substitute rates for a
-GPU on which no run of the stack was fitted. Does not know: what the rates are applied to (`layer_pricing.py`) or how
+(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit` and `benchmarks/fit_own_stack.py`), stack files,
+and the substitute rates for a GPU on which no run of the stack was fitted. Does not know: what the rates are applied to (`layer_pricing.py`) or how
 they are fitted (`fitting.py`).
 
 A matrix product of m x k by k x n reaches `gemm / (1 + half * (1/m + 1/n + 1/k))` of the peak: the share of a large
@@ -30,6 +30,8 @@ from octopipe.costs.measured import STACKS_FILE
 
 FORMAT, FORMAT_OF_ALL = "octopipe.stack/1", "octopipe.stacks/1"
 DEFAULT_STACK = "nvidia-2025"
+OWN_STACK = "octopipe"
+"""The stack of this package's own runtime: its layers, as measured one by one on an H200."""
 KERNELS_ALONE = "kernels-alone"
 """The stack used for GPUs on which only single kernels were measured."""
 LIKE = {"cdna4": "cdna3"}
@@ -71,6 +73,13 @@ class Rates:
     """Speed of the scans of recurrent mixers relative to `layer_pricing.SCAN_SHARE`."""
     hidden: float = 0.2
     """Share of the all-gathers and reductions of sharded weights that is exposed although they overlap with compute."""
+    backward_passes: float = 1.5
+    """How many times as often as in F saved values cross the memory bus in I."""
+    moe_backward: float = 1.0
+    """How many times as long as in F routed tokens take in I to be sorted, gathered and weighted."""
+    separate_sum: float = 0.0
+    """Share of the experts' weight gradients that a kernel of its own adds, after the matrix product has written them: 0
+    where the product itself adds, 1 where no such kernel is used."""
 
     def product_share(self, rows: float, inner: float, outer: float) -> float:
         """The share of the peak that one matrix product reaches."""
@@ -92,8 +101,13 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "exchange": (0.0, 1.0),
     "scan": (0.01, 100.0),
     "hidden": (0.0, 1.0),
+    "backward_passes": (0.5, 20.0),
+    "moe_backward": (0.1, 20.0),
+    "separate_sum": (0.0, 1.0),
 }
 """The allowed range of each rate in a stack file."""
+LEFT_OUT = ("runs", "timed ops")
+"""The measurements that the errors of a stack may be of."""
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4")
 
 
@@ -104,10 +118,12 @@ class Errors(NamedTuple):
     median: float
     p90: float
     worst: float
+    of: str = "runs"
+    """What was left out in turn: training runs, or ops of single layers."""
 
     def words(self) -> str:
         spread = f"median {self.median:.0%}, 90 % within {self.p90:.0%}, worst {self.worst:.0%}"
-        return f"{self.runs} runs, each left out in turn: {spread}"
+        return f"{self.runs} {self.of}, each left out in turn: {spread}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,10 +263,14 @@ def stack_from(raw: object, where: str) -> Stack:
 def _errors(raw: object, where: str) -> Errors | None:
     if not isinstance(raw, Mapping):
         return None
-    numbers = [finite(raw.get(name)) for name in Errors._fields]
+    needed = [name for name in Errors._fields if name != "of"]
+    numbers = [finite(raw.get(name)) for name in needed]
     if any(n is None or n < 0 for n in numbers):
-        raise OctoPipeError(f"{where}: errors has no {', '.join(Errors._fields)}; leave it out, or give all four")
-    return Errors(int(numbers[0] or 0), *(float(n or 0.0) for n in numbers[1:]))
+        raise OctoPipeError(f"{where}: errors has no {', '.join(needed)}; leave it out, or give all four")
+    of = raw.get("of", "runs")
+    if of not in LEFT_OUT:
+        raise OctoPipeError(f"{where}: errors are of {brief(of)}; one of {', '.join(LEFT_OUT)}")
+    return Errors(int(numbers[0] or 0), *(float(n or 0.0) for n in numbers[1:]), of=of)
 
 
 def _entry(entry: object, where: str) -> tuple[str, str, Rates]:

@@ -53,6 +53,8 @@ BIAS_PASSES = 6.0
 """Memory passes over the experts' outputs for biases, in F and again in I (our estimate)."""
 HIDDEN_COST = 0.2
 """Share of an overlapped collective that is exposed, unless a stack defines it; chosen, not fitted."""
+PRODUCT_BYTES = 4.0
+"""Traffic per weight of a weight gradient that a second kernel adds: the product in bfloat16, written and read."""
 KERNELS = 6
 """Kernels of a part in addition to two per product: norm, residual, activation, casts."""
 
@@ -149,8 +151,12 @@ class _Products:
             self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
             if product.experts:
                 self.experts_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
-            # W adds into the gradient: one read, one write.
-            self.weight_ms += max(took, 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms)
+            # W adds into the gradient: one read, one write. The product itself does so, and the longer of the two
+            # counts, or a second kernel does after it.
+            added = 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms
+            apart = rates.separate_sum if product.experts else 0.0
+            second = took + PRODUCT_BYTES * elements / pricing.bytes_per_ms + added
+            self.weight_ms += (1.0 - apart) * max(took, added) + apart * second
             if low:
                 self.cast_in += rows * inner
                 self.cast_out += rows * outer
@@ -180,17 +186,20 @@ class _PartTimes(NamedTuple):
     combine_ms: float = 0.0
     """Time to send the results back."""
     between_ms: float = 0.0
-    """Time between dispatch and combine, in F and again in I: the experts, and sorting tokens for them."""
+    """Time between dispatch and combine in F: the experts, and sorting tokens for them."""
+    between_again_ms: float = 0.0
+    """The same in I."""
 
     def parts(self, kind: str) -> list[Part]:
         """Return F or I as segments: routing, dispatch, experts, combine for F, and the reverse order for I."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
-        rest = max(whole - self.dispatch_ms - self.combine_ms - self.between_ms, 0.0)
+        between = self.between_ms if kind == "F" else self.between_again_ms
+        rest = max(whole - self.dispatch_ms - self.combine_ms - between, 0.0)
         middle: list[Part] = [
             ("exchange", self.dispatch_ms),
-            ("compute", self.between_ms),
+            ("compute", between),
             ("exchange", self.combine_ms),
         ]
         return [("compute", rest), *middle] if kind == "F" else [*middle, ("compute", rest)]
@@ -234,10 +243,11 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
     scan = SCAN_SHARE.get(part.kind)
     core = pricing.plain.core * _narrow(part) if scan is None else scan * pricing.plain.scan
     core_ms = pricing.unless_free("cores", work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core))
-    # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
+    # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient
+    # (`backward_passes`).
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = dispatch_ms = combine_ms = between_ms = 0.0
+    routed_ms = again_ms = dispatch_ms = combine_ms = between_ms = between_again_ms = 0.0
     if isinstance(part, Moe):
         routed = 2.0 * tokens * work.routed_width * stream_share(setup)
         if part.bias:
@@ -249,7 +259,9 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
         arriving = _arriving(cluster)
         passes_ms = rates.moe_passes * routed / 2 / pricing.bytes_per_ms
         between_ms = products.experts_ms + routed_ms + arriving * passes_ms
+        between_again_ms = products.experts_ms + rates.moe_backward * (routed_ms + arriving * passes_ms)
         routed_ms += (1 + arriving) * passes_ms
+        again_ms = (rates.moe_backward - 1.0) * routed_ms
         if cluster.ep > 1 and "ep" not in pricing.free:
             dispatch_ms, combine_ms = (
                 rates.exchange * _exchange_ms(routed * width / 2.0, part.top_k, pricing)
@@ -267,15 +279,15 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
     )
     ring, dealt = (pricing.unless_free("cp", ms) for ms in (context.behind_ms, context.shown_ms))
     forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms + dealt
-    backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
+    backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + rates.backward_passes * stream_ms + cast_ms[1]
     backward += context.backward * dealt
-    backward += tp_ms + routed_ms + launch_ms
+    backward += tp_ms + routed_ms + again_ms + launch_ms
     if setup.recompute == "selective":
         again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
     weight = products.weight_ms + rates.launch_ms * len(work.products)
-    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms)
+    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms, between_again_ms)
 
 
 def _exchange_ms(nbytes: float, copies: int, pricing: Pricing) -> float:

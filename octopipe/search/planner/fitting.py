@@ -63,6 +63,8 @@ SPREAD: Mapping[str, float] = {
     "exchange": 0.7,
     "scan": 0.8,
     "hidden": 0.8,
+    "backward_passes": 0.5,
+    "moe_backward": 0.5,
 }
 """Standard deviation of each rate around its prior, as a logarithm."""
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -79,6 +81,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "exchange": (0.02, 1.0),
     "scan": (0.1, 20.0),
     "hidden": (0.01, 1.0),
+    "backward_passes": (0.5, 10.0),
+    "moe_backward": (0.1, 10.0),
 }
 
 
@@ -187,7 +191,9 @@ class SeenLayer:
 
     def asks(self) -> set[str]:
         assert self.setup.gpu is not None
-        return asked_by_layers(self.spec, self.setup.gpu, self.precision)
+        asked = asked_by_layers(self.spec, self.setup.gpu, self.precision)
+        # A run only knows F and I together; timed ops tell them apart.
+        return asked | {"backward_passes"} | ({"moe_backward"} if "moe_passes" in asked else set())
 
     def log_ratio(self, rates: Mapping[str, Rates]) -> float:
         cost = price_layers_of(self.spec, self.setup, rates)[self.layer]
@@ -218,6 +224,8 @@ class Fit:
         self.seen = list(seen)
         self.rates = rates_to_fit(seen)
         self.pairs = sorted({(one.generation, one.precision) for one in seen})
+        # Our profiles measure layers in torch, which has no kernel that adds grouped products into a gradient.
+        self.fixed = {"separate_sum": 1.0} if all(isinstance(one, SeenLayer) for one in seen) else {}
         self.spread = np.array([SPREAD[rate.name] for rate in self.rates])
         # Factors are bounded such that no rate leaves its bounds under any of the priors it applies to.
         reach = [[getattr(prior_of(*pair), r.name) for pair in self._both(r)] for r in self.rates]
@@ -236,7 +244,7 @@ class Fit:
         out = {}
         for generation in {g for g, _ in self.pairs}:
             for precision in {"bf16", *(p for g, p in self.pairs if g == generation)}:
-                prior = prior_of(generation, precision)
+                prior = replace(prior_of(generation, precision), **self.fixed)
                 changes = {
                     rate.name: getattr(prior, rate.name) * math.exp(factor)
                     for rate, factor in zip(self.rates, x, strict=True)
@@ -340,10 +348,10 @@ def _rounded(rates: Rates) -> Rates:
     return Rates(**{name: float(f"{getattr(rates, name):.3g}") for name in Rates.__dataclass_fields__})
 
 
-def errors_of(residuals: Sequence[float]) -> Errors:
+def errors_of(residuals: Sequence[float], of: str = "runs") -> Errors:
     """Return number, median, 90 % quantile and maximum of the relative errors with these residuals."""
     sizes = np.array([abs(math.exp(r) - 1.0) for r in residuals])
-    return Errors(len(sizes), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()))
+    return Errors(len(sizes), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(sizes.max()), of)
 
 
 def fit_stack(seen: Sequence[Seen], name: str, about: str = "") -> Fitted:
@@ -351,8 +359,9 @@ def fit_stack(seen: Sequence[Seen], name: str, about: str = "") -> Fitted:
     fit = Fit(seen)
     x = fit.solve()
     left_out = fit.left_out(x) if len(seen) >= FEWEST_TO_LEAVE_OUT else []
+    of = "timed ops" if all(isinstance(one, SeenLayer) for one in seen) else "runs"
     return Fitted(
-        stack=fit.stack(x, name, about, errors_of(left_out) if left_out else None),
+        stack=fit.stack(x, name, about, errors_of(left_out, of) if left_out else None),
         errors=tuple(math.exp(r) - 1.0 for r in fit.residuals(x, range(len(seen)))),
         left_out=tuple(math.exp(r) - 1.0 for r in left_out),
     )
