@@ -103,7 +103,7 @@ def pieces_of(part: Any, tokens: int, device: str) -> dict[str, Callable[[], Any
 def measure(model: str, args: argparse.Namespace) -> None:
     import torch
 
-    from octopipe.costs.analytic.layer_pricing import Pricing
+    from octopipe.costs.analytic.pricing import Pricing
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.layers import Moe

@@ -2,9 +2,9 @@
 
     python benchmarks/fit_own_stack.py [--read results/h200-precision-2026-11-17.jsonl] [--write]
 
-Reads the lines that `bench_precision.py --phases layers` wrote on a GPU (of several runs of a layer, the last), fits the
-rates to them, and prints every op with the error of the fit to all ops and to all others. `--write` replaces the stack in
-the package. Needs no GPU.
+Reads the lines that `bench_precision.py --phases layers` wrote on a GPU (of several runs of a layer, the last), fits
+the rates to them, and prints every op with the error of the fit to all ops and to all others. `--write` replaces the
+stack in the package. Needs no GPU.
 """
 
 from __future__ import annotations

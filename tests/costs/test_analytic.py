@@ -11,7 +11,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.flops import part_work
 from octopipe.costs.analytic.footprint import Weights, megatron_activation_bytes
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.reduction import reduction_ms
 from octopipe.costs.analytic.table import (
     analytic_costs,

@@ -1,4 +1,4 @@
-"""The stack of our own runtime: prices of what its kernels do differently, against sums by hand; its fit, made again."""
+"""The stack of our own runtime: prices of what its kernels do differently, by hand; its fit, made again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
 from octopipe.costs.analytic.calibration import OWN_STACK, stack_from, stack_named
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
+from octopipe.costs.analytic.layer_pricing import LayerCost, priced
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.zoo import preset

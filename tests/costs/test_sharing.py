@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.analytic.layer_pricing import HOST_UPDATE_BYTES, Pricing, _exchange_ms, priced
+from octopipe.costs.analytic.layer_pricing import HOST_UPDATE_BYTES, _exchange_ms, priced
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.traffic import exchange_ms, ring_ms
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup, setup_from

@@ -461,7 +461,7 @@ def test_measured_layers_stand_beside_their_analytic_price(tmp_path, capsys):
     assert main([*flags, "--against-analytic", "h200", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["against_analytic"]
     spec = preset("gemma-3-27b").scaled(0.02, num_layers=9)
-    priced = resolve_costs(spec, pp=1, tp=1, seq=32, gpu="h200")
+    priced = resolve_costs(spec, pp=1, tp=1, seq=32, gpu="h200", stack="octopipe")
     assert said["gpu"] == "h200" and sum(row["layers"] for row in said["rows"]) == 9
     total = sum(row["layers"] * row["analytic_ms"][op] for row in said["rows"] for op in "FIW")
     assert total == pytest.approx(float(priced.layer_ms.sum()))

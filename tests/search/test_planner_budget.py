@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octopipe.base.clock import process_began
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS

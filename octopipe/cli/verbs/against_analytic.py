@@ -69,11 +69,10 @@ def against_analytic(profile: Profile, spec: ModelSpec, *, gpu: str, seq: int, m
     Prices are those of this package's own runtime, whose kernels are measured here; those of Megatron and other stacks
     differ, most of all for experts.
     """
-    from octopipe.costs.analytic.calibration import OWN_STACK, stack_named
+    from octopipe.costs.analytic.calibration import OWN_STACK
     from octopipe.costs.resolve import resolve_costs
 
-    stack = stack_named(OWN_STACK)
-    priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu, stack=stack)
+    priced = resolve_costs(spec, pp=1, tp=1, seq=seq, micro_batch_size=micro_batch_size, gpu=gpu, stack=OWN_STACK)
     measured = profile.partial.get(1, profile.costs)
     if priced.num_layers != measured.num_layers:
         raise OctoPipeError(

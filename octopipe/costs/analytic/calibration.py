@@ -1,9 +1,9 @@
 """Stacks: how much of a GPU's data sheet a training stack's kernels and collectives reach, fitted to training runs.
 
 Knows: the rates of a stack per (GPU generation, precision), which stacks come with the package
-(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit` and `benchmarks/fit_own_stack.py`), stack files,
-and the substitute rates for a GPU on which no run of the stack was fitted. Does not know: what the rates are applied to (`layer_pricing.py`) or how
-they are fitted (`fitting.py`).
+(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit` and `benchmarks/fit_own_stack.py`), stack
+files, and the substitute rates for a GPU on which no run of the stack was fitted. Does not know: what the rates are
+applied to (`products.py`, `layer_pricing.py`) or how they are fitted (`fitting.py`).
 
 A matrix product of m x k by k x n reaches `gemm / (1 + half * (1/m + 1/n + 1/k))` of the peak: the share of a large
 product, less what small sides lose to tile edges, prologues and waves.
@@ -78,8 +78,8 @@ class Rates:
     moe_backward: float = 1.0
     """How many times as long as in F routed tokens take in I to be sorted, gathered and weighted."""
     separate_sum: float = 0.0
-    """Share of the experts' weight gradients that a kernel of its own adds, after the matrix product has written them: 0
-    where the product itself adds, 1 where no such kernel is used."""
+    """Share of the experts' weight gradients that a second kernel adds after the matrix product has written them: 0
+    where the product itself adds them, 1 where no product does."""
 
     def product_share(self, rows: float, inner: float, outer: float) -> float:
         """The share of the peak that one matrix product reaches."""
@@ -270,7 +270,8 @@ def _errors(raw: object, where: str) -> Errors | None:
     of = raw.get("of", "runs")
     if of not in LEFT_OUT:
         raise OctoPipeError(f"{where}: errors are of {brief(of)}; one of {', '.join(LEFT_OUT)}")
-    return Errors(int(numbers[0] or 0), *(float(n or 0.0) for n in numbers[1:]), of=of)
+    median, p90, worst = (float(n or 0.0) for n in numbers[1:])
+    return Errors(int(numbers[0] or 0), median, p90, worst, of)
 
 
 def _entry(entry: object, where: str) -> tuple[str, str, Rates]:

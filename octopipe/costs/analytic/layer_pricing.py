@@ -8,11 +8,11 @@ the calibrated rates (`calibration.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from octopipe.costs.analytic.calibration import RACK, Rates, rates_of
+from octopipe.costs.analytic.calibration import RACK
 from octopipe.costs.analytic.flops import CORE_BACKWARD, items_of, part_work
 from octopipe.costs.analytic.footprint import (
     NO_WEIGHTS,
@@ -29,10 +29,11 @@ from octopipe.costs.analytic.footprint import (
     workspace_bytes,
 )
 from octopipe.costs.analytic.frozen import State, adapted, adapter_parameters, adapters
-from octopipe.costs.analytic.traffic import Exchange, context_traffic, exchange_ms, ring_ms
-from octopipe.costs.analytic.work import Product, Work
+from octopipe.costs.analytic.pricing import Pricing
+from octopipe.costs.analytic.products import Products
+from octopipe.costs.analytic.traffic import context_traffic, exchange_ms, ring_ms
+from octopipe.costs.analytic.work import Work
 from octopipe.costs.cluster.hardware import Cluster
-from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.segments import Part
 from octopipe.models.spec import Embedding, Head, Layer, Moe, Mtp
 from octopipe.models.towers import passed_on
@@ -53,8 +54,6 @@ BIAS_PASSES = 6.0
 """Memory passes over the experts' outputs for biases, in F and again in I (our estimate)."""
 HIDDEN_COST = 0.2
 """Share of an overlapped collective that is exposed, unless a stack defines it; chosen, not fitted."""
-PRODUCT_BYTES = 4.0
-"""Traffic per weight of a weight gradient that a second kernel adds: the product in bfloat16, written and read."""
 KERNELS = 6
 """Kernels of a part in addition to two per product: norm, residual, activation, casts."""
 
@@ -89,90 +88,6 @@ class LayerCost:
     """F as segments on the compute and the exchange lane, in ms; empty: all compute."""
     input_parts: tuple[Part, ...] = ()
     """I in the same form."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pricing:
-    """The properties of the run that the formulas below need."""
-
-    setup: Setup
-    cluster: Cluster
-    rates: Rates
-    plain: Rates
-    """Rates of operations that stay in bf16."""
-    exchange: Exchange = field(default_factory=Exchange)
-    """How experts exchange tokens."""
-    free: frozenset[str] = frozenset()
-    """The resources (of `shares.RESOURCES`) that are priced as free, to find out what a resource costs."""
-
-    @classmethod
-    def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
-        cluster = setup.cluster()
-        found = rates or {name: rates_of(cluster.gpu, name, setup.stack) for name in {setup.precision, "bf16"}}
-        return cls(
-            setup=setup,
-            cluster=cluster,
-            rates=found[setup.precision],
-            plain=found["bf16"],
-            exchange=exchange or Exchange(most_nodes=setup.nodes_per_token),
-        )
-
-    def unless_free(self, what: str, took_ms: float) -> float:
-        """Return the time, or zero if the resource `what` is priced as free."""
-        return 0.0 if what in self.free else took_ms
-
-    @property
-    def bytes_per_ms(self) -> float:
-        return self.cluster.gpu.hbm_bytes_per_ms * self.rates.hbm
-
-    @property
-    def host_bytes_per_ms(self) -> float:
-        """Bandwidth of the link to the host's memory, in each direction."""
-        return 1e6 * (self.setup.host_gb_per_s or self.cluster.gpu.host_gb_per_s)
-
-    def flops_per_ms(self, precision: str) -> float:
-        return self.cluster.gpu.peak_flops_per_ms(precision) * self.cluster.gpu.clock
-
-
-class _Products:
-    """Time of a part's matrix products: equal in F, I and W except for the memory traffic of weights."""
-
-    def __init__(self, work: Work, pricing: Pricing):
-        self.forward_ms = self.weight_ms = self.experts_ms = 0.0
-        self.cast_in = self.cast_out = 0.0
-        setup = pricing.setup
-        for product in work.products:
-            rows, inner, outer, weights = gpu_share(product, work.tokens, pricing)
-            low = setup.precision != "bf16" and product.low_precision
-            rates = pricing.rates if low else pricing.plain
-            share = rates.product_share(rows / max(weights, 1.0), inner, outer)
-            took = 2.0 * rows * inner * outer / (pricing.flops_per_ms(setup.precision if low else "bf16") * share)
-            elements = weights * inner * outer
-            self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
-            if product.experts:
-                self.experts_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
-            # W adds into the gradient: one read, one write. The product itself does so, and the longer of the two
-            # counts, or a second kernel does after it.
-            added = 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms
-            apart = rates.separate_sum if product.experts else 0.0
-            second = took + PRODUCT_BYTES * elements / pricing.bytes_per_ms + added
-            self.weight_ms += (1.0 - apart) * max(took, added) + apart * second
-            if low:
-                self.cast_in += rows * inner
-                self.cast_out += rows * outer
-
-
-def gpu_share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
-    """Return the rows, the two side lengths and the number of weights of one GPU's share of a product."""
-    cluster = pricing.cluster
-    rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
-    if product.experts:
-        # Balanced routing: a GPU computes as many rows as it sends, over its own experts.
-        weights, tp = product.experts / cluster.ep, cluster.expert_tp
-        rows *= tp / cluster.tp
-    inner = product.inner / tp if product.cut == "inner" else float(product.inner)
-    outer = product.outer / tp if product.cut == "outer" else float(product.outer)
-    return rows, inner, outer, weights
 
 
 class _PartTimes(NamedTuple):
@@ -210,10 +125,10 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
     of the adapters."""
     setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
     tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
-    products = _Products(work, pricing)
+    products = Products(work, pricing)
     if adapted(part, setup, state):
         assert setup.lora is not None
-        extra = _Products(adapters(work, setup.lora), pricing)
+        extra = Products(adapters(work, setup.lora), pricing)
         products.forward_ms += extra.forward_ms
         products.experts_ms += extra.experts_ms
         products.weight_ms = extra.weight_ms
@@ -247,27 +162,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
     # (`backward_passes`).
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = again_ms = dispatch_ms = combine_ms = between_ms = between_again_ms = 0.0
-    if isinstance(part, Moe):
-        routed = 2.0 * tokens * work.routed_width * stream_share(setup)
-        if part.bias:
-            # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
-            outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
-            routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
-        # Tokens are sorted by rank before they leave, by expert when they arrive (those of all GPUs that share an
-        # expert, where several do), and both again on the way back.
-        arriving = _arriving(cluster)
-        passes_ms = rates.moe_passes * routed / 2 / pricing.bytes_per_ms
-        between_ms = products.experts_ms + routed_ms + arriving * passes_ms
-        between_again_ms = products.experts_ms + rates.moe_backward * (routed_ms + arriving * passes_ms)
-        routed_ms += (1 + arriving) * passes_ms
-        again_ms = (rates.moe_backward - 1.0) * routed_ms
-        if cluster.ep > 1 and "ep" not in pricing.free:
-            dispatch_ms, combine_ms = (
-                rates.exchange * _exchange_ms(routed * width / 2.0, part.top_k, pricing)
-                for width in (pricing.exchange.dispatch_bytes, 2.0)
-            )
-            routed_ms += dispatch_ms + combine_ms
+    routing = _routing(part, work, products, pricing) if isinstance(part, Moe) else _Routing()
     context = context_traffic(
         cluster,
         setup.cp_kind,
@@ -278,16 +173,69 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTi
         share=rates.link,
     )
     ring, dealt = (pricing.unless_free("cp", ms) for ms in (context.behind_ms, context.shown_ms))
-    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms + dealt
-    backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + rates.backward_passes * stream_ms + cast_ms[1]
+    forward = (
+        products.forward_ms
+        + max(core_ms, ring)
+        + stream_ms
+        + cast_ms[0]
+        + tp_ms
+        + routing.forward_ms
+        + launch_ms
+        + dealt
+    )
+    backward = (
+        products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + rates.backward_passes * stream_ms + cast_ms[1]
+    )
     backward += context.backward * dealt
-    backward += tp_ms + routed_ms + again_ms + launch_ms
+    backward += tp_ms + routing.input_ms + launch_ms
     if setup.recompute == "selective":
         again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
     weight = products.weight_ms + rates.launch_ms * len(work.products)
-    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms, between_again_ms)
+    return _PartTimes(forward, backward, weight, *routing[2:])
+
+
+class _Routing(NamedTuple):
+    """What the experts of a layer take besides their products: sorting, biases and exchanges."""
+
+    forward_ms: float = 0.0
+    input_ms: float = 0.0
+    dispatch_ms: float = 0.0
+    combine_ms: float = 0.0
+    between_ms: float = 0.0
+    between_again_ms: float = 0.0
+
+
+def _routing(part: Moe, work: Work, products: Products, pricing: Pricing) -> _Routing:
+    """Return the times of routing; the last four fields as in `_PartTimes`."""
+    cluster, rates, tokens = pricing.cluster, pricing.rates, work.tokens / pricing.setup.cp
+    routed = 2.0 * tokens * work.routed_width * stream_share(pricing.setup)
+    biases_ms = 0.0
+    if part.bias:
+        # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
+        outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / pricing.setup.tp
+        biases_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
+    # Tokens are sorted by rank before they leave, by expert when they arrive (those of all GPUs that share an expert,
+    # where several do), and both again on the way back.
+    arriving = _arriving(cluster)
+    passes_ms = rates.moe_passes * routed / 2 / pricing.bytes_per_ms
+    inside_ms, whole_ms = biases_ms + arriving * passes_ms, biases_ms + (1 + arriving) * passes_ms
+    dispatch_ms = combine_ms = 0.0
+    if cluster.ep > 1 and "ep" not in pricing.free:
+        dispatch_ms, combine_ms = (
+            rates.exchange * _exchange_ms(routed * width / 2.0, part.top_k, pricing)
+            for width in (pricing.exchange.dispatch_bytes, 2.0)
+        )
+    exchanged_ms = dispatch_ms + combine_ms
+    return _Routing(
+        whole_ms + exchanged_ms,
+        rates.moe_backward * whole_ms + exchanged_ms,
+        dispatch_ms,
+        combine_ms,
+        products.experts_ms + inside_ms,
+        products.experts_ms + rates.moe_backward * inside_ms,
+    )
 
 
 def _exchange_ms(nbytes: float, copies: int, pricing: Pricing) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.footprint import Weights, static_bytes
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.layer_graph import LayerGraph
 from octopipe.models.spec import Head, ModelSpec
 

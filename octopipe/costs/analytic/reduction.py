@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from octopipe.costs.analytic.footprint import WEIGHT_BYTES, Weights, shards_of
-from octopipe.costs.analytic.layer_pricing import Pricing, reduce_ms, strides_of
+from octopipe.costs.analytic.layer_pricing import reduce_ms, strides_of
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.traffic import ring_ms
 
 

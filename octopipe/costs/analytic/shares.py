@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.analytic.calibration import Rates
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing
+from octopipe.costs.analytic.layer_pricing import LayerCost
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.table import price_layers, price_recomputing
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec

@@ -28,8 +28,9 @@ from octopipe.costs.analytic.flops import layer_flops, model_flops
 from octopipe.costs.analytic.footprint import STATE_BYTES, Weights, frozen_bytes, static_bytes
 from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
 from octopipe.costs.analytic.items import NEARLY_NONE, items_of_micro_batches, settled
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
+from octopipe.costs.analytic.layer_pricing import LayerCost, priced
 from octopipe.costs.analytic.prediction_paths import graph_of
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.reduction import exposed_reduction_ms
 from octopipe.costs.analytic.traffic import Exchange
 from octopipe.costs.analytic.work import Flops

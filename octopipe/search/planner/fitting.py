@@ -19,7 +19,8 @@ import numpy as np
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import RACK, Errors, Rates, Stack
-from octopipe.costs.analytic.layer_pricing import SCAN_SHARE, LayerCost, Pricing
+from octopipe.costs.analytic.layer_pricing import SCAN_SHARE, LayerCost
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.table import price_layers, setup_costs
 from octopipe.costs.cluster.hardware import Gpu
 from octopipe.costs.cluster.setup import Setup

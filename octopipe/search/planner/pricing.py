@@ -17,7 +17,8 @@ from octopipe.base.errors import DoesNotFitError, NotApplicableError
 from octopipe.costs.analytic.calibration import rates_of
 from octopipe.costs.analytic.footprint import WEIGHT_BYTES
 from octopipe.costs.analytic.frozen import backward_share, layer_states, trained_share
-from octopipe.costs.analytic.layer_pricing import Pricing, strides_of
+from octopipe.costs.analytic.layer_pricing import strides_of
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.analytic.traffic import ring_ms
 from octopipe.costs.cluster.hardware import Cluster

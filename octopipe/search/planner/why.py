@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from octopipe.base.display import milliseconds
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.reduction import reduction_ms
 from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
 from octopipe.costs.analytic.table import price_layers

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing
+from octopipe.costs.analytic.layer_pricing import LayerCost
+from octopipe.costs.analytic.pricing import Pricing
 from octopipe.costs.analytic.reduction import reduction_ms
 from octopipe.costs.analytic.table import checkpointed, price_layers
 from octopipe.costs.cluster.file import node_gpus
