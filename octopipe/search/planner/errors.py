@@ -34,7 +34,7 @@ def errors_in_words(setup: Setup) -> str:
         return "±: no run of this stack on this GPU is known"
     errors = stack_named(setup.stack).errors
     if errors is not None:
-        return f"±: half of the stack's runs lie within it ({errors.words()})"
+        return f"±: half of the stack's {errors.of} lie within it ({errors.words()})"
     known = _of_default()
     return (
         f"±: half of {known['runs']} published runs that the rates were not fitted on lie within "
