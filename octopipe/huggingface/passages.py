@@ -88,8 +88,8 @@ class Passage(nn.Module):
         given = {name: item for name, item in value.items() if item is not None}
         alien = sorted(set(given) - set(self._sections.inputs) - {"attention_mask", "position_ids"})
         if alien:
-            mend = "give labels as the target" if "labels" in alien else f"use {', '.join(self._sections.inputs)}"
-            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {mend}")
+            remedy = "give labels as the target" if "labels" in alien else f"use {', '.join(self._sections.inputs)}"
+            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {remedy}")
         return {"inputs": given}
 
     def _stand_ins_on(self, device: torch.device) -> None:

@@ -47,8 +47,8 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
     given = {key: value for key, value in batch.items() if value is not None}
     alien = sorted(set(given) - {"input_ids", *SIDE})
     if alien:
-        mend = "give labels as the target" if "labels" in alien else f"use input_ids, {' and '.join(SIDE)}"
-        raise OctoPipeError(f"the batch has {', '.join(alien)}, which the pipeline does not take; {mend}")
+        remedy = "give labels as the target" if "labels" in alien else f"use input_ids, {' and '.join(SIDE)}"
+        raise OctoPipeError(f"the batch has {', '.join(alien)}, which the pipeline does not take; {remedy}")
     return given
 
 

@@ -343,7 +343,8 @@ class _Trace:
             live = any(name[0] in ("parameter", "visit") for name in names)  # type: ignore[index]
             if leaf.requires_grad and not live:
                 raise Refused(
-                    f"an argument of its layers (visit {g}) is computed out of sight, by a custom autograd function"
+                    f"an argument of its layers (visit {g}) is computed by a custom autograd function, which cannot "
+                    "be followed"
                 )
             where = self.first.setdefault(id(leaf), (g, i))
             self.alive.append(leaf)

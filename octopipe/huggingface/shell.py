@@ -78,7 +78,7 @@ class StandIn(nn.Module):
 
     @__class__.setter
     def __class__(self, value: Any) -> None:
-        raise TypeError("a stand-in stays what it is")
+        raise TypeError("the class of a placeholder layer cannot be changed")
 
 
 def text_config(model: nn.Module) -> Any:

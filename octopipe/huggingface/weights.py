@@ -288,7 +288,7 @@ def has_weights(folder: Path) -> bool:
         if found is not None:
             raise OctoPipeError(
                 f"{shown(folder)}: weights are in {found[:80]}, {why}; write them with save_pretrained as {SINGLE}, or "
-                "name its config.json to begin with fresh ones"
+                "name its config.json to train from random weights"
             )
     return False
 

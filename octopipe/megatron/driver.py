@@ -203,8 +203,8 @@ class PlanDriver:
         running = precision_of_chunks(get_model_config(models[0]), models)
         if measured.precision != running:
             _log.warning(
-                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times are "
-                "not this run's; measure these chunks with octopipe.megatron.profile and tune again",
+                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times do "
+                "not apply to this run; measure these chunks with octopipe.megatron.profile and tune again",
                 measured.precision,
                 running,
             )

@@ -120,9 +120,8 @@ class GraphExecutor(Executor):
         now = [t._version for t in _leaves(giver.value) if isinstance(t, Tensor)]
         if giver.versions and now != giver.versions:
             raise OctoPipeError(
-                f"a stage modified in place the tensor that it got from stage {giver.stage}, which "
-                f"other stages take, too; "
-                "let its first layer work on a copy (`.clone()`)"
+                f"a stage modified in place the tensor that it received from stage {giver.stage}, which other stages "
+                "take, too; let its first layer work on a copy (`.clone()`)"
             )
         giver.left -= 1
         if giver.left == 0:

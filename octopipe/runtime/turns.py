@@ -253,7 +253,7 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
             looked = now
             why = patience.failed()
             if why:
-                raise PeerError(f"an exchange of tokens will never end: {why}")
+                raise PeerError(f"an exchange of tokens cannot complete: {why}")
         if now - began > patience.timeout_s:
             raise PeerError(f"an exchange of tokens did not end within {patience.timeout_s:g} s")
 

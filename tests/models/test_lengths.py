@@ -219,8 +219,8 @@ def test_tune_takes_lengths(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         (["--global-batch", "8"], "leave --global-batch out"),
         (["--micro-batches", "8"], "leave --micro-batches out"),
-        (["--dynamic", "--micro-batch-size", "2"], "has an effect with --pad alone"),
-        (["--pad", "--seq", "2048"], "has an effect with --pack alone"),
+        (["--dynamic", "--micro-batch-size", "2"], "applies to --pad only"),
+        (["--pad", "--seq", "2048"], "applies to --pack only"),
         (["--pack", "--seq", "1000"], "raise it"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_claim_that_differs_must_say_why_and_a_construction_that_fails_is_a_de
         Row.number("x", "x", 2.0, plain(1.0))
     with pytest.raises(OctoPipeError, match="no tested reason why"):
         Row.number("x", "x", 2.0, plain(1.0), why="said, and not tested")
-    with pytest.raises(OctoPipeError, match="mend the code"):
+    with pytest.raises(OctoPipeError, match="remedy the code"):
         Row.constructed("x", "x", 8.0, 7.0, False)
 
 

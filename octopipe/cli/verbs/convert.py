@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "huggingface" and not args.model:
         raise OctoPipeError("--to huggingface needs --model, the config.json or folder the run was trained from")
     if args.to == "dcp" and args.dtype:
-        raise OctoPipeError("--dtype is for --to huggingface; a DCP folder holds what was saved")
+        raise OctoPipeError("--dtype is for --to huggingface; a DCP folder keeps the dtypes that were saved")
     with needs_torch():
         from octopipe.runtime.training.convert import to_dcp, to_huggingface
         from octopipe.runtime.training.shelf import resolve

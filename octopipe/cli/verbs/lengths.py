@@ -61,7 +61,7 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
         raise OctoPipeError(f"{args.lengths} determines how many sequences a step has; leave --global-batch out")
     for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
         if getattr(args, flag) is not None and how != only and batching is None:
-            raise OctoPipeError(f"{flag_of(flag)} has an effect with --{only} alone; leave it out with --{how}")
+            raise OctoPipeError(f"{flag_of(flag)} applies to --{only} only; leave it out with --{how}")
     lengths = read_lengths(args.lengths)
     spec = resolve_spec(model)
     if spec is None:

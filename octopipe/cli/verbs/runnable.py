@@ -111,7 +111,7 @@ def _tell_fresh(name: str, count: int) -> None:
     from octopipe.cli.verbs.text import counted
 
     what = f"{counted(count, 'parameter')} of its prediction layers"
-    text = f"{name} has no weights for {what}: they begin with fresh ones"
+    text = f"{name} has no weights for {what}: they are initialised randomly"
     console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 
@@ -132,7 +132,8 @@ def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
         "--recordings",
         type=of_kind(ItemCounts()),
         metavar="N|FILE",
-        help="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
+        help="models with an audio tower: recordings per sequence, in the form of --images (with one tower, the same "
+        "as --images)",
     )
     group.add_argument(
         "--mtp",

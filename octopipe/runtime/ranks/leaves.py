@@ -97,8 +97,8 @@ class LeafWatch:
         what = f"parameter {name}, of a layer on another rank" if name else f"a trainable tensor {list(leaf.shape)}"
         return (
             f"{_who(layers)} (or the loss after it) uses {what}, and does not register it: on this rank it would get "
-            "no gradient of the others' and never be trained; register it in the layer that uses it (as a parameter or "
-            "a submodule; the loss: as an nn.Module), and it is tied"
+            "none of the other ranks' gradients and would not be trained; register it in the layer that uses it (as "
+            "a parameter or a submodule; the loss: as an nn.Module), which ties it"
         )
 
 

@@ -116,7 +116,7 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
 
         torch.set_num_threads(start.threads)
         patience = timedelta(seconds=start.group_timeout_s)
-        with moment("while ranks met"), naming_lost_peers(start.group_timeout_s):
+        with moment("during the rendezvous"), naming_lost_peers(start.group_timeout_s):
             store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
             dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
             all_here(store, start.size)

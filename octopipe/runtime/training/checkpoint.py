@@ -311,8 +311,8 @@ def _finite(value: Tensor) -> bool:
 
 def _refused(name: str, home: Path) -> str:
     good = latest(home)
-    mend = "" if good is None else f"; {shown(good)} is the newest valid one"
-    return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
+    remedy = "" if good is None else f"; {shown(good)} is the newest valid one"
+    return f"{name} holds values that are not finite: no checkpoint was written{remedy}; use a smaller learning rate"
 
 
 def _state_of(

@@ -62,7 +62,7 @@ def other_precision(job: TrainJob, record: Mapping[str, Any], path: Path) -> lis
         return []
     if not {saved, now} <= FLOAT32_UPDATES:
         raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
-    return [f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"]
+    return [f"{path.name} was trained in {saved}; continuing in {now} from its float32 weights"]
 
 
 def described(data: Mapping[str, Any]) -> str:

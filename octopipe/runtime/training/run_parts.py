@@ -80,7 +80,7 @@ class Everyone:
             return number
         box = torch.tensor([number])
         work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        wait_for(work, timeout_s, "the agreement to go on")
+        wait_for(work, timeout_s, "the agreement to continue")
         return int(box)
 
 

@@ -281,7 +281,7 @@ class _Run:
 
     def resume(self) -> int:
         """Load the newest valid checkpoint, or the requested one; returns the step to continue with."""
-        with moment("while the checkpoint to go on from was chosen"):
+        with moment("while the checkpoint to resume from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
         for note in other_precision(self.job, read_record(path), path):

@@ -91,7 +91,7 @@ def judge(
         seen.add(split)
         judged += 1
         if judged % 50 == 0:
-            tell(f"{judged} of {len(every)} splits judged")
+            tell(f"{judged} of {len(every)} splits evaluated")
         found = pricer.candidate(split, modes)
         if found.fits:
             for heap, ms in zip(heaps, (found.step_ms, found.tuned_ms)):

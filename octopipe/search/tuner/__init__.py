@@ -214,7 +214,10 @@ def _what_may_be(
     if copies is None:
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
-            notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+            notes.append(
+                "the costs contain no weights, so plans that hold layers twice were not searched: the copies would "
+                "appear to be free; --copies includes them"
+            )
     unlike = costs.not_repeatable()
     if start is not None and any(k in stage.recomputed_layers for k in unlike for stage in start.stages):
         raise OctoPipeError(

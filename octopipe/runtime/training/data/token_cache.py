@@ -56,8 +56,8 @@ def kept_corpus(
     base = cache_folder()
     if base is None:
         raise OctoPipeError(
-            f"tokens of {where} cannot be kept: no cache folder belongs to this user alone; set OCTOPIPE_CACHE_DIR to "
-            "a folder that only you can write"
+            f"tokens of {where} cannot be cached: no cache folder belongs to this user alone; set OCTOPIPE_CACHE_DIR "
+            "to a folder that only you can write"
         )
     home = base / "data"
     try:
