@@ -28,11 +28,11 @@ from test_train import job  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.runtime.ranks import launch  # noqa: E402
-from octopipe.runtime.ranks.meeting import local_store  # noqa: E402
+from octopipe.runtime.ranks.rendezvous import local_store  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import damage  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
-from octopipe.runtime.training.shelf import damage  # noqa: E402
 
 TIMEOUT_S = 30.0
 """Of runs whose fault nobody can tell from a slow rank; it is waited out. All others must be noticed long before

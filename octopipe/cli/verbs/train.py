@@ -130,8 +130,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     if profile is not None:
         refuse_other_precision(profile.mode, precision, args.profile)
     if plan is not None:
-        _tell_other_precision(plan, precision, args.plan)
-        _tell_recomputation(plan, args.plan)
+        _report_other_precision(plan, precision, args.plan)
+        _report_recomputation(plan, args.plan)
     return TrainJob(
         **{name: getattr(args, name) for name in PASSED_ON},
         spec=spec,
@@ -184,7 +184,7 @@ def _plan_and_ranks(
     return plan, nproc, tune_s, micro_batches
 
 
-def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
+def _report_other_precision(plan: Plan, precision: str, where: str) -> None:
     """Warn if a plan was made from times in another precision, so that its prediction does not hold for this run."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.mode import mode_from_object
@@ -201,7 +201,7 @@ def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
         )
 
 
-def _tell_recomputation(plan: Plan, where: str) -> None:
+def _report_recomputation(plan: Plan, where: str) -> None:
     """Print a note if the plan's costs include recomputation inside the backward, which no op of the plan shows."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.plans.setting import SETTING, checkpointed_by_prices

@@ -81,7 +81,7 @@ def local_store() -> Any:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
 
-def meet(place: Place, backend: str, timeout_s: float) -> None:
+def rendezvous(place: Place, backend: str, timeout_s: float) -> None:
     """Join the ranks that something else has started, within this time; signals are handled while waiting."""
     import torch.distributed as dist
 
@@ -157,7 +157,7 @@ def aside(call: Callable[[], Any], seconds: float) -> None:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="octopipe meeting", daemon=True)
+    thread = threading.Thread(target=run, name="octopipe rendezvous", daemon=True)
     thread.start()
     end = time.monotonic() + seconds + 2.0  # later than the call's own timeout, whose error says more
     while thread.is_alive():
