@@ -195,7 +195,7 @@ class _Trace:
                 module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
         answers.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
-        # Stand-ins have no routers; `routers.py` handles router logits.
+        # Placeholders have no routers; `routers.py` handles router logits.
         asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, value in self._named(shell):

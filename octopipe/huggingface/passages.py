@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.routers import Routers
 from octopipe.huggingface.sections import SENT, ExtraResult, Sections, quiet, returned
-from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, stand_ins_on
+from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, placeholders_on
 from octopipe.runtime.torch_private import pytree
 
 Travel = dict[str, Any]
@@ -59,7 +59,7 @@ class Passage(nn.Module):
         given = {name: _filled(item) for name, item in travel["inputs"].items()}
         device = next((t.device for t in (travel.get("hidden"), *given.values()) if isinstance(t, Tensor)), None)
         if device is not None and self._on != device:
-            self._stand_ins_on(device)
+            self._placeholders_on(device)
         run = _Run(self._sections, self._number, travel)
         is_last = self._number == len(self._sections.starts) - 1
         try:
@@ -92,8 +92,8 @@ class Passage(nn.Module):
             raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {remedy}")
         return {"inputs": given}
 
-    def _stand_ins_on(self, device: torch.device) -> None:
-        stand_ins_on(self.model, self._missing, device)
+    def _placeholders_on(self, device: torch.device) -> None:
+        placeholders_on(self.model, self._missing, device)
         self._on = device
 
 

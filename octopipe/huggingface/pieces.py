@@ -24,9 +24,9 @@ from octopipe.huggingface.shell import (
     collect,
     fill_buffers,
     leaves_of,
+    placeholders_on,
     real_buffer,
     shell_of,
-    stand_ins_on,
     zeros_like_all_of,
 )
 from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
@@ -241,7 +241,7 @@ class Head(nn.Module):
     def forward(self, value: Any) -> Any:
         hidden, beside = (value, {}) if isinstance(value, Tensor) else (value["hidden"], value)
         if self._on != hidden.device:
-            self._stand_ins_on(hidden.device)
+            self._placeholders_on(hidden.device)
 
         def run(inputs: dict[str, Tensor]) -> Any:
             if self._routers is None:
@@ -263,8 +263,8 @@ class Head(nn.Module):
             )
         return linear_shard(self, out, number, count)
 
-    def _stand_ins_on(self, device: torch.device) -> None:
-        stand_ins_on(self.model, self._missing, device)
+    def _placeholders_on(self, device: torch.device) -> None:
+        placeholders_on(self.model, self._missing, device)
         self._on = device
 
 

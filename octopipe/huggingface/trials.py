@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octopipe.huggingface.sections import RETURNS, quiet, said_returns
-from octopipe.huggingface.shell import StandIn, Stop, Unpacked, hidden_leaf, leaves_of, shell_of_zeros
+from octopipe.huggingface.shell import PlaceholderLayer, Stop, Unpacked, hidden_leaf, leaves_of, shell_of_zeros
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
 FEATURES = ("get_image_features", "get_audio_features", "get_video_features")
@@ -141,7 +141,7 @@ class Trials:
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_stop)
         for module in list(self._shell.modules()):
-            if type(module) is StandIn:
+            if type(module) is PlaceholderLayer:
                 continue
             for name in (*FEATURES, MASK):
                 if callable(call := getattr(type(module), name, None)):

@@ -266,7 +266,7 @@ def lengths_from(
     Both are empty if all sequences have the same length.
     """
     from octopipe.base.errors import OctoPipeError
-    from octopipe.models.lengths import Batch, dealt_evenly, padded_groups, read_lengths
+    from octopipe.models.lengths import Batch, distributed_evenly, padded_groups, read_lengths
 
     setting = plan.extra.get("setting") if plan is not None else None
     planned = setting.get("micro_batch_lengths") if isinstance(setting, dict) else None
@@ -294,7 +294,7 @@ def lengths_from(
     else:
         cut = padded_groups(lengths, args.micro_batch_size or 1)
     tokens_of = Batch(groups=cut).tokens_of
-    return lengths, tuple(dealt_evenly(cut, args.dp, lambda group: float(tokens_of(group))))
+    return lengths, tuple(distributed_evenly(cut, args.dp, lambda group: float(tokens_of(group))))
 
 
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:

@@ -170,7 +170,7 @@ class GraphedOps(Ops):
         if self._captures > MOST_CAPTURES:
             self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
         for number, chain in self.chains.items():
-            if any(stage.replay.restless() for stage, _ in chain.parts):
+            if any(stage.replay.changes_state() for stage, _ in chain.parts):
                 self.reasons.setdefault(number, "its forwards change what the next ones read (statistics, counters)")
             if number not in self.reasons:
                 if number in self._seen:
