@@ -274,7 +274,7 @@ def linear_shard(piece: nn.Module, out: nn.Module, number: int, count: int) -> n
     if not paths or type(out) is not nn.Linear:
         name = type(piece.model).__name__
         raise OctoPipeError(
-            f"the head of {name} cannot be cut: its projection to the vocabulary is no plain nn.Linear; use a plan "
+            f"the head of {name} cannot be cut: its projection to the vocabulary is not a plain nn.Linear; use a plan "
             "with a whole head"
         )
     cut: dict[str, int] = {}

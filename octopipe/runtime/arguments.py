@@ -64,7 +64,7 @@ def check_options(
     if sharded is not None and not (
         isinstance(sharded, Mapping) and all(_lists_names(names) for names in sharded.values())
     ):
-        raise OctoPipeError("sharded is no mapping to lists of names; write {'ep': ['*.experts.*']}")
+        raise OctoPipeError("sharded is not a mapping to lists of names; write {'ep': ['*.experts.*']}")
     if isinstance(transport, str) and transport not in NAMES:
         raise OctoPipeError(f"unknown transport {transport!r}; one of {', '.join(NAMES)}")
     if costs is not None and not isinstance(costs, CostTable):

@@ -36,7 +36,7 @@ def _assignable(rooms, kinds, counts, strides, first):  # type: ignore[no-untype
     """Fill the ranks one after another, by dynamic programming.
 
     A state is how many layers of every kind have been assigned. Of all ways to reach a state, only the best is kept:
-    the one that has come to the earliest rank, and among these the one with the smallest load there. It can be continued
+    the one that has come to the earliest rank, and among these the one with the smallest load there. It can go on
     in every way in which the others can.
     """
     ranks = rooms.size
