@@ -122,14 +122,12 @@ class Setup:
     """Tokens per sequence; None: the file of times does not say."""
     images: tuple[float, ...] = setup_field(
         (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
-        words="models with a tower: images per sequence, as one number, or as a list or file with one number per "
-        "sequence",
+        words="models with a tower: images per sequence, one number, or a list or file with one per sequence",
     )  # fmt: skip
     """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
     recordings: tuple[float, ...] = setup_field(
         (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
-        words="models with an audio tower: recordings per sequence, in the form of --images (with one tower, the same "
-        "as --images)",
+        words="models with an audio tower: recordings per sequence, as in --images (with one tower, the same flag)",
     )  # fmt: skip
     encoder_seq: int | None = setup_field(
         None, Whole(), part="batch", of_a_model=True, optional=True, unless_given="the model's",
@@ -152,15 +150,13 @@ class Setup:
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 if `precision` is not bf16."""
     states: States = setup_field(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
-        words="optimizer state: master weights and moments in fp32, moments in bf16, or bf16 moments without "
-        "master weights", unless_given="fp32",
+        words="master weights and moments in fp32, moments in bf16, or bf16 moments alone", unless_given="fp32",
     )  # fmt: skip
     """fp32: an fp32 weight and two fp32 moments; bf16-moments: an fp32 weight and bf16 moments (DeepSeek-V3); bf16:
     only bf16 moments, so that the optimizer updates bf16 weights."""
     recompute: Recompute = setup_field(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
-        words="recompute cheap activations (selective), whole layers (full), nothing, or as much as needed to fit "
-        "(auto)",
+        words="recompute nothing, cheap activations (selective), whole layers (full), or as needed to fit (auto)",
         unless_given="none",
     )  # fmt: skip
     """selective: recompute outputs of norms, of experts' activation functions and of latent up-projections
@@ -223,8 +219,7 @@ class Setup:
     )  # fmt: skip
     """Embedding and head are priced as sharded over all pipeline ranks; `octopipe tune --cut-head` plans that."""
     reserve_gib: float | None = setup_field(
-        None, Number(), part="training", optional=True,
-        words="GiB kept free per GPU for the CUDA context, NCCL and fragmentation",
+        None, Number(), part="training", optional=True, words="GiB kept free per GPU (CUDA, NCCL, fragmentation)",
         unless_given="6 %, at least 1.5",
     )  # fmt: skip
     """Memory kept free on every GPU; None: 6 % of the GPU's memory, at least 1.5 GiB."""
@@ -239,11 +234,7 @@ class Setup:
     )  # fmt: skip
     """Relative speed per pipeline rank."""
     p2p_ms: float | None = setup_field(
-        None,
-        Number(),
-        part="ranks",
-        optional=True,
-        words="time in ms of every transfer between stages, instead of the time that its link takes",
+        None, Number(), part="ranks", optional=True, words="time of every transfer in ms (default: its link's)"
     )
     """Every transfer takes this long, instead of the time of its link."""
     host_gb_per_s: float | None = setup_field(
@@ -262,8 +253,7 @@ class Setup:
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
     stack: Stack | None = setup_field(
         None, StackName(), part="hardware", of_a_model=True, optional=True,
-        words="training stack whose rates are used (`octopipe calibrate --list`), or a file that `octopipe "
-        "calibrate` wrote",
+        words="training stack whose rates are used (`octopipe calibrate --list`), or a file that `calibrate` wrote",
         unless_given="nvidia-2025",
     )  # fmt: skip
     """None: the rates of the default stack are used."""
