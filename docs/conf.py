@@ -1,11 +1,12 @@
 """How Sphinx builds the documentation site from these pages (`make docs`; the result is in `out/site`).
 
-Knows: the order of extensions and where notebooks live. Does not know: any content; that is in the Markdown pages, the
-docstrings and the notebooks under `examples/`, each of which also reads well on its own.
+Knows: the extensions, and how pages and notebooks that live outside `docs/` become pages of the site. Does not know: any
+content; that is in the Markdown pages, the docstrings and the notebooks under `examples/`.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -61,7 +62,16 @@ def command_line_page() -> str:
 
 (HERE / "command-line.md").write_text(command_line_page())
 
-# Notebooks live with the other examples; Sphinx reads only what is below this folder.
+
+def page_of(source: Path) -> str:
+    """A page of the repository's root as a page of the site: its links start at the root, those of the site in `docs/`."""
+    return re.sub(r"(?<=\]\()docs/", "", source.read_text())
+
+
+# Sphinx reads only what is below this folder. The pages of the root are copied into it, and so are the notebooks, which
+# live with the other examples.
+for name in ("README", "CONTRIBUTING", "CHANGELOG"):
+    (HERE / f"{name.lower()}.md").write_text(page_of(ROOT / f"{name}.md"))
 for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
     target = HERE / "notebooks" / notebook.name
     target.parent.mkdir(exist_ok=True)

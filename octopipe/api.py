@@ -125,7 +125,9 @@ def simulate(
 
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
-            raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
+            raise OctoPipeError(
+                f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks; give model and num_ranks"
+            )
         costs, made_for = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
         own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
         built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
@@ -142,7 +144,7 @@ def simulate(
         if number is not None and number != getattr(inner, name):
             raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {number}; leave it out")
     if model is None and setup:
-        raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
+        raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; give model, too")
     stored: Mapping[str, Any] = inner.extra
     if model is None:
         costs = costs_of_plan(inner, naming="model=")
@@ -293,7 +295,7 @@ def _costs(
     if isinstance(model, CostTable):
         if setup:
             name = next(iter(setup))
-            raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
+            raise OctoPipeError(f"{name} has no effect on a CostTable; pass the name of the model, or change the table")
         return model, carried(model)
     if not isinstance(model, str | os.PathLike | ModelSpec):
         raise OctoPipeError(

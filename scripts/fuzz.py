@@ -36,8 +36,8 @@ READING = (
     "base.files", "base.limits", "costs.cluster.file", "costs.cluster.setup", "costs.foreign_times",
     "costs.layer_times", "costs.profile_file", "costs.readers", "costs.resolve", "costs.table", "costs.table_file",
     "huggingface.weights", "models.layers", "models.lengths", "models.readers", "models.spec", "plans.file",
-    "plans.plan", "plans.readers", "plans.setting", "runtime.training.checkpoint", "runtime.training.data",
-    "runtime.training.shelf", "search.foreign_plan", "simulation.timeline", "simulation.timeline_file", "views.report",
+    "plans.plan", "plans.readers", "plans.setting", "runtime.training.checkpoint", "runtime.training.checkpoint_folder",
+    "runtime.training.data", "search.foreign_plan", "simulation.timeline", "simulation.timeline_file", "views.report",
 )  # fmt: skip
 """Modules that read; in those with kernels the counters would be compiled along."""
 if "--inner" in sys.argv:  # readers are compiled with counters as they are imported

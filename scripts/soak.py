@@ -36,8 +36,8 @@ from octopipe.plans.plan import Plan  # noqa: E402
 from octopipe.runtime.ranks import launch  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import damage  # noqa: E402
 from octopipe.runtime.training.job import StepReport, TrainJob, TrainResult  # noqa: E402
-from octopipe.runtime.training.shelf import damage  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 SYSTEMS = ("1f1b", "gpipe", "zb-h1", "interleaved", "chimera")

@@ -75,7 +75,7 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise OctoPipeError(f"{name}: cannot be read ({_why(error)}); check the path") from None
     if size > most_bytes:
-        raise OctoPipeError(f"{name} has {size} bytes; such a file has at most {most_bytes}")
+        raise OctoPipeError(f"{name} has {size} bytes; a file of this kind may have at most {most_bytes}")
     return data
 
 
@@ -84,7 +84,7 @@ def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES)
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > most_values:
-        raise OctoPipeError(f"{where}: up to {values} values; at most {most_values} are taken in such a file")
+        raise OctoPipeError(f"{where}: up to {values} values; a file of this kind may have at most {most_values}")
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:
@@ -216,12 +216,12 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     name = shown(path)
     try:
         if _through_a_device(path):
-            raise OctoPipeError(f"{name} is a device and is left alone; name a file")
+            raise OctoPipeError(f"{name} is a device, which is never overwritten; give the name of a file")
         target = Path(os.path.realpath(path, strict=False))
         if os.fspath(path) == "" or target.is_dir():
             raise OctoPipeError(f"{name} is a folder; name a file")
         if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
-            raise OctoPipeError(f"{name} is not a regular file and is left alone; name a file")
+            raise OctoPipeError(f"{name} is not a regular file, and is therefore not overwritten; give another name")
         if not target.parent.is_dir():
             raise OctoPipeError(f"{name}: cannot be written: its folder does not exist; create it first")
     except (OSError, ValueError) as error:

@@ -99,7 +99,9 @@ def _read(path: str, kind: str, stamp: tuple[int, int]) -> LayerTimes:
     where = shown(path)
     if kind == "sqlite":
         if stamp[1] > MAX_TIMELINE_BYTES:
-            raise OctoPipeError(f"{where} has {stamp[1]} bytes; such a file has at most {MAX_TIMELINE_BYTES}")
+            raise OctoPipeError(
+                f"{where} has {stamp[1]} bytes; a file of this kind may have at most {MAX_TIMELINE_BYTES}"
+            )
         return layer_times(read_nsight_sqlite(path, where), where)
     data = read_bytes(path, most_bytes=MAX_TIMELINE_BYTES)
     if data.startswith(GZIP_MAGIC):

@@ -129,8 +129,9 @@ def refuse_other_precision(measured: Mode | None, running: str, where: str) -> N
     """Raise an error if times were measured in another precision than the run's, to which they do not apply."""
     if measured is not None and measured.precision != running:
         raise OctoPipeError(
-            f"{where} was measured in {measured.precision}, and this run computes in {running}: its times are not this "
-            f"run's; add --precision {measured.precision}, or measure again: octopipe profile --precision {running}"
+            f"{where} was measured in {measured.precision}, and this run computes in {running}: its times do not "
+            f"apply to this run; add --precision {measured.precision}, or measure again: octopipe profile "
+            f"--precision {running}"
         )
 
 
@@ -140,6 +141,6 @@ def refuse_other_graphs(measured: Mode | None, running: bool, where: str) -> Non
         how = ("with", "without") if measured.graphs else ("without", "with")
         flag = "--graphs" if measured.graphs else "--no-graphs"
         raise OctoPipeError(
-            f"{where} was measured {how[0]} CUDA graphs, and this run is {how[1]} them: its times are not this run's; "
-            f"use {flag}, or measure again"
+            f"{where} was measured {how[0]} CUDA graphs, and this run is {how[1]} them: its times do not apply to "
+            f"this run; use {flag}, or measure again"
         )

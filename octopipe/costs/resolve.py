@@ -282,7 +282,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, reroute: bool)
     if setup.dp > 1 and table.gradient_bytes.any() and table.reduction == Link() and not gpu_given:
         raise OctoPipeError(
             f"{table.model}: the link over which {setup.dp} pipelines sum their gradients is not known; give "
-            "--gpu (gpu), whose links between nodes count, or leave dp out"
+            "--gpu (gpu), whose links between nodes are then used, or leave dp out"
         )
     cluster = setup.cluster()
     tokens = table.tokens_per_micro_batch

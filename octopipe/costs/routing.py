@@ -69,7 +69,7 @@ class Routing:
             mean, idle = sum(row) / len(row), row.count(0.0)
             line = (
                 f"routing of {len(row)} experts: {mean:.4g} tokens in the mean, {max(row):.4g} for the busiest "
-                f"({max(row) / mean:.2f} times the mean), {min(row):.4g} for the idlest"
+                f"({max(row) / mean:.2f} times the mean), {min(row):.4g} for the least busy"
             )
             line += f", none for {idle}" if idle else ""
             if self.ranks > 1:

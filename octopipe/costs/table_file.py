@@ -89,7 +89,7 @@ def _value(hint: Any, value: Any) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {_hashable(k): _value(inner[1], v) for k, v in value}
     if hint in (str, bool, int, float) and not _is(hint, value):
-        raise TypeError(f"{brief(value)} stands where a {hint.__name__} belongs")
+        raise TypeError(f"{brief(value)} was found instead of a {hint.__name__}")
     return _hashable(value)
 
 

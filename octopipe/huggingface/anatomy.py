@@ -147,8 +147,8 @@ def refuse_random_depth(model: nn.Module) -> None:
     dropped = max((float(getattr(m, "layerdrop", 0.0) or 0.0) for m in model.modules()), default=0.0)
     if dropped > 0:
         raise OctoPipeError(
-            f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a plan cannot; "
-            "set it to 0 in the config"
+            f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a pipeline "
+            "cannot do; set it to 0 in the config"
         )
 
 
@@ -165,7 +165,7 @@ def trace(model: nn.Module) -> Anatomy:
             text = " ".join(str(error).split())[:160]
             if isinstance(error, Refused):
                 reason = reason or text
-            problem = problem or f"its forward fails around stand-ins for them ({type(error).__name__}: {text})"
+            problem = problem or f"its forward fails around placeholders for them ({type(error).__name__}: {text})"
     # A reason of ours is more helpful than an error of the family's code after a wrong guess of `returns`.
     raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason or problem}")
 
@@ -195,7 +195,7 @@ class _Trace:
                 module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
         answers.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
-        # Stand-ins have no routers; `routers.py` handles router logits.
+        # Placeholders have no routers; `routers.py` handles router logits.
         asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, value in self._named(shell):

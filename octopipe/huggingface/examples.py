@@ -110,7 +110,7 @@ def _unknown(model: nn.Module, problem: str) -> OctoPipeError:
     taken = f"{', '.join(names[:MOST_NAMES])}{more}" if names else "inputs of its own"
     said = f" (its forward on the likeliest: {problem})" if problem else ""
     return OctoPipeError(
-        f"{type(model).__name__} takes {taken} beside tokens, in a form that octopipe does not know how to make up"
+        f"{type(model).__name__} takes {taken} beside tokens, in a form that octopipe cannot make up"
         f"{said}; give an example of a small batch: layers(model, example={{...}})"
     )
 
@@ -194,7 +194,7 @@ def _joined(batch: dict[str, Tensor], sound: dict[str, Tensor], token: int) -> d
     """The inputs of both batches; the placeholders of the second stand before the last token of the first."""
     places = int((sound["input_ids"][0] == token).sum())
     if not places:
-        raise ValueError("recordings take no places in the sequence")
+        raise ValueError("recordings occupy no positions in the sequence")
     ids = torch.where(batch["input_ids"] == token, batch["input_ids"] - 1, batch["input_ids"])
     out = {**sound, **batch}
     out["input_ids"] = torch.cat((ids[:, :-1], torch.full((ROWS, places), token), ids[:, -1:]), 1)

@@ -238,8 +238,8 @@ def form_of(
     left += ["decoder_input_ids of several channels"] if targets is not None and targets.ndim > 2 else []
     if left or (decodes and features and ids is not None):
         raise OctoPipeError(
-            f"{where}: it is not known how batches of {', '.join(left) or 'its inputs'} are made up; train it in a "
-            "loop of your own, with octopipe.huggingface.layers"
+            f"{where}: octopipe cannot make up batches of {', '.join(left) or 'its inputs'}; train it in a loop of "
+            "your own, with octopipe.huggingface.layers"
         )
     if decodes:
         tokens = 0 if ids is None else int(ids.shape[1])

@@ -47,7 +47,7 @@ class CausalLoss:
         """The same loss, computed from the shards of a split head."""
         if getattr(self.function, "__name__", "") != "ForCausalLMLoss":
             raise OctoPipeError(
-                "the model has a loss of its own, which is not made of shards; use a plan with a whole head"
+                "the model's own loss cannot be computed from shards of the logits; use a plan with a whole head"
             )
         return ShardedCausalLoss(shifted=isinstance(self, ShiftedLoss))
 

@@ -52,7 +52,7 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
         found, logits, labels = _asked(model, paths, example, returns)
     except Exception as error:  # a forward that cannot be run this way
         said = " ".join(str(error).split())[:100]
-        why = "from something else than one row of logits for every token" + (f" ({said})" if said else "")
+        why = "from a tensor that is not one row of logits for every token" + (f" ({said})" if said else "")
         raise _refusal(model, why) from None
     for loss in candidates:
         try:
@@ -121,7 +121,7 @@ def _asked(
         shape = shape[:2]  # inputs with several codes per position, but one label per position
         out = run(labels := _labels(shape, words))
     if given.logits is None or out.logits.numel() != given.logits.numel():
-        raise ValueError("its loss is of more logits than its forward gives, or of others")
+        raise ValueError("its loss uses more logits than its forward returns, or other ones")
     # Tokens that the forward excludes have an infinite loss under every loss function, so they are no labels.
     allowed = (out.logits.flatten(0, -2) > torch.finfo(out.logits.dtype).min / 2).all(0)
     if not allowed.all():

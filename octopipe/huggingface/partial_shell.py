@@ -18,7 +18,7 @@ from octopipe.huggingface.weights import Weights, allocated
 
 
 class PartialShell(NamedTuple):
-    """A model whose layers are stand-ins, with the parameters that the piece around them needs."""
+    """A model whose layers are placeholders, with the parameters that the piece around them needs."""
 
     model: nn.Module
     answers: LayerAnswers
@@ -49,6 +49,6 @@ def partial_shell(
     if weights is not None:
         held = {name for name, _ in shell.named_parameters(remove_duplicate=False)}
         weights.fill(shell, "", [name for name, _ in outside(model, paths) if name in held])
-    # Names inside layers are left out: they lead through a stand-in to the model's own layer, which is not changed.
+    # Names inside layers are left out: they lead through a placeholder to the model's own layer, which is not changed.
     outer = {name for name, _ in outside(model, paths)}
     return PartialShell(shell, answers, [(name, old) for old in missing for name in names[id(old)] if name in outer])

@@ -8,8 +8,8 @@ A batch is a dict of the model's inputs. Between pieces, a dict travels:
 - `hidden`: the hidden state of the current layer;
 - `inputs`: the inputs that later passages run on; of those whose values nobody needs any more, shape and dtype alone;
 - `calls`, `call_of`, `tensors`: how the layers behind the last passage are called, and with which tensors;
-- `outs`, `asides`, `kept`, `shared`: hidden states of earlier layers, results beside them, arguments that earlier
-  passages made, and containers that layers share, as long as something later takes them;
+- `outs`, `extra_results`, `kept`, `shared`: hidden states of earlier layers, results beside them, arguments that
+  earlier passages made, and containers that layers share, as long as something later takes them;
 - `routers`: what routers have said, where the model trains with their auxiliary loss.
 
 All of it is tensors and constants, and whatever requires a gradient gets one. A micro-batch whose forward does not
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.routers import Routers
-from octopipe.huggingface.sections import SENT, Aside, Sections, quiet, returned
-from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, stand_ins_on
+from octopipe.huggingface.sections import SENT, ExtraResult, Sections, quiet, returned
+from octopipe.huggingface.shell import LayerAnswers, Stop, Unpacked, hidden_leaf, leaves_of, placeholders_on
 from octopipe.runtime.torch_private import pytree
 
 Travel = dict[str, Any]
@@ -59,7 +59,7 @@ class Passage(nn.Module):
         given = {name: _filled(item) for name, item in travel["inputs"].items()}
         device = next((t.device for t in (travel.get("hidden"), *given.values()) if isinstance(t, Tensor)), None)
         if device is not None and self._on != device:
-            self._stand_ins_on(device)
+            self._placeholders_on(device)
         run = _Run(self._sections, self._number, travel)
         is_last = self._number == len(self._sections.starts) - 1
         try:
@@ -88,12 +88,12 @@ class Passage(nn.Module):
         given = {name: item for name, item in value.items() if item is not None}
         alien = sorted(set(given) - set(self._sections.inputs) - {"attention_mask", "position_ids"})
         if alien:
-            mend = "give labels as the target" if "labels" in alien else f"use {', '.join(self._sections.inputs)}"
-            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {mend}")
+            remedy = "give labels as the target" if "labels" in alien else f"use {', '.join(self._sections.inputs)}"
+            raise OctoPipeError(f"the batch has {', '.join(alien)}, which the model's example does not have; {remedy}")
         return {"inputs": given}
 
-    def _stand_ins_on(self, device: torch.device) -> None:
-        stand_ins_on(self.model, self._missing, device)
+    def _placeholders_on(self, device: torch.device) -> None:
+        placeholders_on(self.model, self._missing, device)
         self._on = device
 
 
@@ -167,7 +167,7 @@ class _Run:
     def _sign(self, g: int, i: int, leaf: Any) -> Any:
         """The placeholder for an argument while it is sent from piece to piece."""
         sections = self._sections
-        if isinstance(leaf, Aside):
+        if isinstance(leaf, ExtraResult):
             return ("#aside", g - leaf.visit, leaf.place)
         if (g, i) in sections.kept:
             return ("#kept", _key(sections.kept[g, i]))
@@ -195,7 +195,7 @@ class _Run:
             for k, t in self._kept.items()
             if any(_key(w) == k and g[0] >= self._start for g, w in sections.kept.items())
         }
-        for name, part in (("outs", outs), ("kept", kept), ("asides", self._travel.get("asides"))):
+        for name, part in (("outs", outs), ("kept", kept), ("extra_results", self._travel.get("extra_results"))):
             if part:
                 out[name] = part
         out |= {name: self._travel[name] for name in ("shared", "routers") if self._travel.get(name)}
@@ -234,7 +234,7 @@ class Visit(nn.Module):
             if kind == "#tensor":
                 return travel["tensors"][sign[1]]
             if kind == "#aside":
-                return travel["asides"][_key((g - sign[1], sign[2]))]
+                return travel["extra_results"][_key((g - sign[1], sign[2]))]
             if kind == "#kept":
                 return travel["kept"][sign[1]]
             if kind == "#own":
@@ -258,10 +258,12 @@ class Visit(nn.Module):
                 "the example; give an example like the batches"
             )
         travel["hidden"] = results[0]
-        asides = {k: t for k, t in travel.pop("asides", {}).items() if sections.last_aside[_places(k)] > g}
-        asides |= {_key((g, place)): results[place] for place in sections.asides.get(g, ())}
-        if asides:
-            travel["asides"] = asides
+        extra_results = {
+            k: t for k, t in travel.pop("extra_results", {}).items() if sections.last_extra_result[_places(k)] > g
+        }
+        extra_results |= {_key((g, place)): results[place] for place in sections.extra_results.get(g, ())}
+        if extra_results:
+            travel["extra_results"] = extra_results
         if shared:
             travel["shared"] = {**travel.get("shared", {}), **shared}
         if sections.last_use(g) > sections.passage_of(g) + 1 or (

@@ -24,9 +24,9 @@ from octopipe.huggingface.shell import (
     collect,
     fill_buffers,
     leaves_of,
+    placeholders_on,
     real_buffer,
     shell_of,
-    stand_ins_on,
     zeros_like_all_of,
 )
 from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
@@ -47,8 +47,8 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
     given = {key: value for key, value in batch.items() if value is not None}
     alien = sorted(set(given) - {"input_ids", *SIDE})
     if alien:
-        mend = "give labels as the target" if "labels" in alien else f"use input_ids, {' and '.join(SIDE)}"
-        raise OctoPipeError(f"the batch has {', '.join(alien)}, which the pipeline does not take; {mend}")
+        remedy = "give labels as the target" if "labels" in alien else f"use input_ids, {' and '.join(SIDE)}"
+        raise OctoPipeError(f"the batch has {', '.join(alien)}, which the pipeline does not take; {remedy}")
     return given
 
 
@@ -241,7 +241,7 @@ class Head(nn.Module):
     def forward(self, value: Any) -> Any:
         hidden, beside = (value, {}) if isinstance(value, Tensor) else (value["hidden"], value)
         if self._on != hidden.device:
-            self._stand_ins_on(hidden.device)
+            self._placeholders_on(hidden.device)
 
         def run(inputs: dict[str, Tensor]) -> Any:
             if self._routers is None:
@@ -263,8 +263,8 @@ class Head(nn.Module):
             )
         return linear_shard(self, out, number, count)
 
-    def _stand_ins_on(self, device: torch.device) -> None:
-        stand_ins_on(self.model, self._missing, device)
+    def _placeholders_on(self, device: torch.device) -> None:
+        placeholders_on(self.model, self._missing, device)
         self._on = device
 
 
@@ -274,7 +274,7 @@ def linear_shard(piece: nn.Module, out: nn.Module, number: int, count: int) -> n
     if not paths or type(out) is not nn.Linear:
         name = type(piece.model).__name__
         raise OctoPipeError(
-            f"the head of {name} cannot be cut: its projection to the vocabulary is no plain nn.Linear; use a plan "
+            f"the head of {name} cannot be cut: its projection to the vocabulary is not a plain nn.Linear; use a plan "
             "with a whole head"
         )
     cut: dict[str, int] = {}

@@ -104,7 +104,7 @@ class PredictionLayer(nn.Module):
                 "leave --mtp out"
             )
         if self._on != hidden.device:
-            self._stand_ins_on(hidden.device)
+            self._placeholders_on(hidden.device)
         model: Any = self.model
         if self._number == 0:
             body = model.main.get_decoder()
@@ -119,7 +119,7 @@ class PredictionLayer(nn.Module):
         with Unpacked({}):
             return model.predictions.forward_layer(self._number, hidden, places, None, inputs_embeds=ahead)
 
-    def _stand_ins_on(self, device: torch.device) -> None:
+    def _placeholders_on(self, device: torch.device) -> None:
         for name, like in self._missing:
             owner, _, attribute = name.rpartition(".")
             object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))

@@ -61,7 +61,7 @@ class _NotVisited(Refused):
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class ExtraResult:
     """A placeholder for a result that a layer returns beside its hidden state: the visit, and its position among the
     results."""
 
@@ -92,9 +92,9 @@ class Sections:
     """For every passage, the inputs of the model whose values it uses."""
     kept: Mapping[tuple[int, int], tuple[int, int]]
     """Arguments (visit, leaf) that an earlier passage computed -> visit and leaf at which they occurred first."""
-    asides: Mapping[int, frozenset[int]]
+    extra_results: Mapping[int, frozenset[int]]
     """For visits, the positions of results besides the hidden state that later layers take."""
-    last_aside: Mapping[tuple[int, int], int]
+    last_extra_result: Mapping[tuple[int, int], int]
     """For every such result (visit, position), the last visit that takes it."""
     own: Mapping[tuple[int, int], Any]
     """Arguments (visit, leaf) that are objects of the model, such as configs or functions: equal for all batches."""
@@ -116,7 +116,7 @@ class Sections:
     def is_idle(self, visit: int) -> bool:
         """Whether nothing uses the results of this visit and of those that follow it up to the next passage."""
         rest = range(visit, self.stop(self.passage_of(visit)))
-        return all(self.last_use(g) < 0 and not self.asides.get(g) for g in rest)
+        return all(self.last_use(g) < 0 and not self.extra_results.get(g) for g in rest)
 
     def last_use(self, visit: int) -> int:
         """The last passage that uses this visit's hidden state, or -1."""
@@ -248,8 +248,8 @@ class _Trace:
         """For every tensor, by its id, the visit and leaf at which it was first an argument."""
         self.alive: list[Any] = []
         self.kept: dict[tuple[int, int], tuple[int, int]] = {}
-        self.asides: dict[int, set[int]] = {}
-        self.last_aside: dict[tuple[int, int], int] = {}
+        self.extra_results: dict[int, set[int]] = {}
+        self.last_extra_result: dict[tuple[int, int], int] = {}
         self.own: dict[tuple[int, int], Any] = {}
         self.containers: dict[int, list[tuple[int, int]]] = {}
         self.provenance = Provenance()
@@ -335,15 +335,16 @@ class _Trace:
     def _argument(self, g: int, i: int, leaf: Any, *, chained: bool) -> None:
         if chained:
             return
-        if isinstance(leaf, Aside):
-            self.asides.setdefault(leaf.visit, set()).add(leaf.place)
-            self.last_aside[leaf.visit, leaf.place] = g
+        if isinstance(leaf, ExtraResult):
+            self.extra_results.setdefault(leaf.visit, set()).add(leaf.place)
+            self.last_extra_result[leaf.visit, leaf.place] = g
         elif isinstance(leaf, Tensor):
             names = self.provenance.of(leaf)
             live = any(name[0] in ("parameter", "visit") for name in names)  # type: ignore[index]
             if leaf.requires_grad and not live:
                 raise Refused(
-                    f"an argument of its layers (visit {g}) is computed out of sight, by a custom autograd function"
+                    f"an argument of its layers (visit {g}) is computed by a custom autograd function, which cannot "
+                    "be followed"
                 )
             where = self.first.setdefault(id(leaf), (g, i))
             self.alive.append(leaf)
@@ -388,8 +389,8 @@ class _Trace:
             outputs=tuple(map(frozenset, self.outputs)),
             values=tuple(frozenset(names | read) for names in self.values),
             kept=self.kept,
-            asides={g: frozenset(places) for g, places in self.asides.items()},
-            last_aside=self.last_aside,
+            extra_results={g: frozenset(places) for g, places in self.extra_results.items()},
+            last_extra_result=self.last_extra_result,
             own=self.own,
             shared=shared,
             changed=frozenset(g for g, out in enumerate(self.hidden) if out._version),
@@ -411,7 +412,7 @@ def returned(hidden: Tensor, returns: int, visit: int) -> Any:
     """A hidden state in the form in which a layer returns it, with placeholders for the other results."""
     if returns < 0:
         return (hidden, *[None] * (-returns - 1))
-    return (hidden, *(Aside(visit, place) for place in range(1, returns))) if returns else hidden
+    return (hidden, *(ExtraResult(visit, place) for place in range(1, returns))) if returns else hidden
 
 
 def quiet(model: nn.Module) -> dict[str, Any]:

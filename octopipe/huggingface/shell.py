@@ -40,7 +40,7 @@ class Stop(Exception):
 
 
 class LayerAnswers:
-    """Answers the calls of all stand-ins of one shell: `visit(number, args, kwargs)` returns the layer's output."""
+    """Answers the calls of all placeholders of one shell: `visit(number, args, kwargs)` returns the layer's output."""
 
     visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -55,7 +55,7 @@ class LayerAnswers:
             del self.visit
 
 
-class StandIn(nn.Module):
+class PlaceholderLayer(nn.Module):
     """Replaces a layer: it has the layer's plain attributes and its type, but none of its parameters."""
 
     def __init__(self, layer: nn.Module, number: int, answers: LayerAnswers):
@@ -74,11 +74,11 @@ class StandIn(nn.Module):
 
     @property
     def __class__(self) -> Any:  # forwards that ask `isinstance(layer, ...)` get the layer's answer
-        return type(self.__dict__["_layer"]) if "_layer" in self.__dict__ else StandIn
+        return type(self.__dict__["_layer"]) if "_layer" in self.__dict__ else PlaceholderLayer
 
     @__class__.setter
     def __class__(self, value: Any) -> None:
-        raise TypeError("a stand-in stays what it is")
+        raise TypeError("the class of a placeholder layer cannot be changed")
 
 
 def text_config(model: nn.Module) -> Any:
@@ -105,9 +105,10 @@ def shell_of(model: nn.Module, paths: str | Sequence[str], tensor: Replacement) 
     number = 0
     for path in (paths,) if isinstance(paths, str) else paths:
         layers = model.get_submodule(path)
-        stand_ins = nn.ModuleList(StandIn(layer, number + k, answers) for k, layer in enumerate(layers.children()))
-        memo[id(layers)] = stand_ins
-        number += len(stand_ins)
+        children = enumerate(layers.children(), number)
+        placeholders = nn.ModuleList(PlaceholderLayer(layer, k, answers) for k, layer in children)
+        memo[id(layers)] = placeholders
+        number += len(placeholders)
     plain: list[tuple[str, Tensor]] = []
     for name, old in outside(model, paths):
         if id(old) not in memo:
@@ -130,10 +131,10 @@ def shell_of(model: nn.Module, paths: str | Sequence[str], tensor: Replacement) 
 
 
 def _forget_recorders(shell: nn.Module) -> None:
-    """Remove the hooks that record hidden states: transformers installs them once per model, and stand-ins need their
-    own."""
+    """Remove the hooks that record hidden states: transformers installs them once per model, and placeholders need
+    their own."""
     for module in shell.modules():
-        if type(module) is StandIn:
+        if type(module) is PlaceholderLayer:
             continue
         if getattr(module, "_output_capturing_hooks_installed", False):
             module._output_capturing_hooks_installed = False  # type: ignore[assignment]
@@ -159,12 +160,12 @@ def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
     if like is None:
         return
     for module in shell.modules():
-        known = type(module) is not StandIn and hasattr(module, "_init_weights")
+        known = type(module) is not PlaceholderLayer and hasattr(module, "_init_weights")
         if known and next(iter(module.parameters()), None) is None:
             object.__setattr__(module, "parameters", _OneParameter(like))
 
 
-def stand_ins_on(shell: nn.Module, missing: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
+def placeholders_on(shell: nn.Module, missing: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
     """Give a shell zeros on this device for the parameters that it lacks, and let its models report this device."""
     for name, like in missing:
         owner, _, attribute = name.rpartition(".")
@@ -300,7 +301,7 @@ def unfilled(buffer: Tensor | None) -> bool:
 def fill_buffers(model: nn.Module, shell: nn.Module) -> None:
     """Compute the values of a shell's buffers if the model itself is on `meta`; parameters do not change."""
     for module in shell.modules():
-        if type(module) is StandIn or not any(unfilled(b) for b in module._buffers.values()):
+        if type(module) is PlaceholderLayer or not any(unfilled(b) for b in module._buffers.values()):
             continue
         aside = dict(module._parameters)
         plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}

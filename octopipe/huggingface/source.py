@@ -75,7 +75,7 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
                 config = package.CONFIG_MAPPING[kind].from_dict({k: _with_floats(v) for k, v in data.items()})
             except Exception as error:  # validators may raise anything
                 why = " ".join(str(error).split())[:200]
-                raise OctoPipeError(f"{where}: transformers does not take it: {why}") from None
+                raise OctoPipeError(f"{where}: transformers rejects it: {why}") from None
     _refuse_other_kinds(config, where)
     return config if num_layers is None else shortened(config, num_layers, where)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octopipe.huggingface.sections import RETURNS, quiet, said_returns
-from octopipe.huggingface.shell import StandIn, Stop, Unpacked, hidden_leaf, leaves_of, shell_of_zeros
+from octopipe.huggingface.shell import PlaceholderLayer, Stop, Unpacked, hidden_leaf, leaves_of, shell_of_zeros
 from octopipe.runtime.torch_private import WithoutFunctionModes
 
 FEATURES = ("get_image_features", "get_audio_features", "get_video_features")
@@ -45,9 +45,9 @@ class Trials:
         """The lists of which the latest run called a layer."""
         self.visits = 0
         self._counting = False
-        self._told: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
         """The number of rows of features, by the kind of call that reported it."""
-        self._listen()
+        self._watch_features()
 
     @property
     def last(self) -> str:
@@ -67,7 +67,7 @@ class Trials:
             self._run(inputs)
         finally:
             self._counting = False
-        return next((self._told[kind] for kind in ("mask", "said", "put", "features") if kind in self._told), 0)
+        return next((self._rows[kind] for kind in ("mask", "said", "put", "features") if kind in self._rows), 0)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise the error that the model's forward raises on the batch."""
@@ -78,17 +78,17 @@ class Trials:
         tried = {tuple(start)}
         problem: Exception | None = None
         while True:
-            self._last, self._told, before, self.visits = None, {}, self.visits if problem else -1, 0
+            self._last, self._rows, before, self.visits = None, {}, self.visits if problem else -1, 0
             self._called = set()
             try:
-                with torch.no_grad(), self._answers.given_by(self._visit), Unpacked(inputs), _Puts(self._tell):
+                with torch.no_grad(), self._answers.given_by(self._visit), Unpacked(inputs), _Puts(self._count):
                     self._shell(**inputs, **quiet(self._model))
                 return
             except Stop:
                 return
             except Exception as error:  # a wrong guess of what layers return, or a batch that the model does not take
-                self._hear(str(error))
-                if self._told:
+                self._read_error(str(error))
+                if self._rows:
                     return
                 # The error of the guess that came furthest is the best one; wrong guesses of tuples raise odd errors.
                 if self.visits > before or (
@@ -101,12 +101,12 @@ class Trials:
                     assert problem is not None
                     raise problem from None
 
-    def _hear(self, error: str) -> None:
+    def _read_error(self, error: str) -> None:
         """Read the number of features from the error of models that compare it with the number of placeholder tokens
         before any call that is watched."""
         said = MISMATCH.search(error)
         if said is not None and self._counting:
-            self._told["said"] = int(said[1])
+            self._rows["said"] = int(said[1])
 
     def _guess_again(self, tried: set[tuple[int, ...]]) -> bool:
         """Assume that the layers which were called last return something else."""
@@ -129,24 +129,24 @@ class Trials:
         returns = abs(self._returns[self._last])
         return (hidden, *[None] * (returns - 1)) if returns else hidden
 
-    def _tell(self, kind: str, rows: int) -> None:
+    def _count(self, kind: str, rows: int) -> None:
         if self._counting:
-            self._told[kind] = rows
+            self._rows[kind] = rows
             if kind == "mask":
                 raise Stop
 
-    def _listen(self) -> None:
+    def _watch_features(self) -> None:
         """Record which features the forward has, and stop once only logits are left to compute."""
         head = self._shell.get_output_embeddings() if hasattr(self._shell, "get_output_embeddings") else None  # type: ignore[operator]
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_stop)
         for module in list(self._shell.modules()):
-            if type(module) is StandIn:
+            if type(module) is PlaceholderLayer:
                 continue
             for name in (*FEATURES, MASK):
                 if callable(call := getattr(type(module), name, None)):
-                    heard = _mask if name == MASK else _features
-                    object.__setattr__(module, name, heard(call.__get__(module), self._tell))
+                    watched = _mask if name == MASK else _features
+                    object.__setattr__(module, name, watched(call.__get__(module), self._count))
 
 
 def _stop(*_: Any) -> None:
@@ -187,7 +187,7 @@ class _Puts(TorchFunctionMode):
 
     def __init__(self, tell: Callable[[str, int], None]):
         super().__init__()
-        self._told = tell
+        self._report = tell
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -199,4 +199,4 @@ class _Puts(TorchFunctionMode):
     def _note(self, into: Tensor, rows: Any) -> None:
         floating = isinstance(rows, Tensor) and rows.is_floating_point() and rows.ndim > 1
         if floating and into.ndim == 3 and rows.shape[-1] == into.shape[-1]:
-            self._told("put", rows.shape[:-1].numel())
+            self._report("put", rows.shape[:-1].numel())

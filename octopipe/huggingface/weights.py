@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, decode_json, letters, read_bytes, shown
 from octopipe.base.limits import MAX_PLAN_BYTES
-from octopipe.huggingface.shell import StandIn, initialise
+from octopipe.huggingface.shell import PlaceholderLayer, initialise
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "which is pickled: reading it could run code"
@@ -288,7 +288,7 @@ def has_weights(folder: Path) -> bool:
         if found is not None:
             raise OctoPipeError(
                 f"{shown(folder)}: weights are in {found[:80]}, {why}; write them with save_pretrained as {SINGLE}, or "
-                "name its config.json to begin with fresh ones"
+                "name its config.json to train from random weights"
             )
     return False
 
@@ -300,7 +300,7 @@ def _parameter(piece: nn.Module, prefix: str, name: str) -> Tensor:
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
-        if type(child) is not StandIn:
+        if type(child) is not PlaceholderLayer:
             yield from _children_first(child, f"{name}.{key}" if name else key)
     yield name, module
 

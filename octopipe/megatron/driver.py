@@ -154,7 +154,7 @@ class PlanDriver:
                 "octopipe.megatron.build_chunks"
             )
         self._check_recomputation(models)
-        self._tell_other_precision(models, rank)
+        self._report_other_precision(models, rank)
         self._models = list(models)
         self._splits = {}
         for number, model in zip(stages, models):
@@ -192,7 +192,7 @@ class PlanDriver:
             "none"
         )
 
-    def _tell_other_precision(self, models: Sequence[Any], rank: int) -> None:
+    def _report_other_precision(self, models: Sequence[Any], rank: int) -> None:
         """Warn once if the plan was made from times in another precision, because its predictions are not for this
         run."""
         from megatron.core.utils import get_model_config
@@ -203,8 +203,8 @@ class PlanDriver:
         running = precision_of_chunks(get_model_config(models[0]), models)
         if measured.precision != running:
             _log.warning(
-                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times are "
-                "not this run's; measure these chunks with octopipe.megatron.profile and tune again",
+                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times do "
+                "not apply to this run; measure these chunks with octopipe.megatron.profile and tune again",
                 measured.precision,
                 running,
             )

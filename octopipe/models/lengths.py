@@ -123,7 +123,7 @@ def packed_groups(lengths: Sequence[int], capacity: int) -> Groups:
     return tuple(map(tuple, groups))
 
 
-def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
+def distributed(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
     """Distribute micro-batches over pipelines, those with the most work first, each to the pipeline with the least.
 
     The micro-batches of a pipeline keep their order. The pipeline with the most work comes first in the result.
@@ -142,7 +142,7 @@ def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], floa
     return [tuple(groups[m] for m in sorted(mine[r])) for r in heaviest_first]
 
 
-def dealt_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
+def distributed_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
     """Give every pipeline the same number of micro-batches, so that one plan fits all of them.
 
     Micro-batches are sorted by work and distributed over the pipelines in alternating direction.

@@ -111,7 +111,7 @@ def too_many_edges(edges: Sequence[Sequence[Edge]]) -> list[str]:
     if total > MAX_EDGES:
         return [f"{total} edges of paths; at most {MAX_EDGES} are allowed"]
     for number, path_edges in enumerate(edges):
-        for side, word in ((0, "hands its output to"), (1, "takes its input from")):
+        for side, word in ((0, "sends its output to"), (1, "takes its input from")):
             counts: dict[int, int] = {}
             for edge in path_edges:
                 counts[edge[side]] = counts.get(edge[side], 0) + 1

@@ -33,12 +33,12 @@ def check_arguments(layers: Any, plan: Any, loss_fn: Any) -> None:
             f"layers is a {type(layers).__name__}; give a list with a module or factory for every layer"
         )
     if not isinstance(plan, Plan | Program):
-        mend = "give a Plan"
+        remedy = "give a Plan"
         if isinstance(plan, str | PathLike):
-            mend = "load the file (octopipe.load_plan), or make a plan (octopipe.build_plan)"
+            remedy = "load the file (octopipe.load_plan), or make a plan (octopipe.build_plan)"
         elif isinstance(getattr(plan, "plan", None), Plan):
-            mend = "give its .plan"
-        raise OctoPipeError(f"plan is a {type(plan).__name__}; {mend}")
+            remedy = "give its .plan"
+        raise OctoPipeError(f"plan is a {type(plan).__name__}; {remedy}")
     if isinstance(loss_fn, type):
         raise OctoPipeError(f"loss_fn is the class {loss_fn.__name__}; give an object of it ({loss_fn.__name__}())")
     if not callable(loss_fn):
@@ -64,12 +64,12 @@ def check_options(
     if sharded is not None and not (
         isinstance(sharded, Mapping) and all(_lists_names(names) for names in sharded.values())
     ):
-        raise OctoPipeError("sharded is no mapping to lists of names; write {'ep': ['*.experts.*']}")
+        raise OctoPipeError("sharded is not a mapping to lists of names; write {'ep': ['*.experts.*']}")
     if isinstance(transport, str) and transport not in NAMES:
         raise OctoPipeError(f"unknown transport {transport!r}; one of {', '.join(NAMES)}")
     if costs is not None and not isinstance(costs, CostTable):
-        mend = "give its .costs" if isinstance(getattr(costs, "costs", None), CostTable) else "give a CostTable"
-        raise OctoPipeError(f"costs is a {type(costs).__name__}; {mend}")
+        remedy = "give its .costs" if isinstance(getattr(costs, "costs", None), CostTable) else "give a CostTable"
+        raise OctoPipeError(f"costs is a {type(costs).__name__}; {remedy}")
     return tied, side_inputs, sharded
 
 

@@ -56,7 +56,9 @@ def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
         return None
     if isinstance(batch, list):
         if len(batch) != count:
-            raise OctoPipeError(f"{name} is a list of {len(batch)} micro-batches; the plan has {count}")
+            raise OctoPipeError(
+                f"{name} is a list of {len(batch)} micro-batches, and the plan has {count}; make them equal"
+            )
         return [_usable(part) for part in batch]
     if isinstance(batch, Tensor):
         return _cut(batch, count, name)
@@ -66,7 +68,7 @@ def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
     if len(whole) > 1 and any(rows % count for rows in whole):
         raise OctoPipeError(
             f"{name} holds tensors of {' and '.join(map(str, sorted(whole)))} rows, which do not split into {count} "
-            "micro-batches alike; give a list of micro-batches"
+            "micro-batches in the same way; give a list of micro-batches"
         )
     if isinstance(batch, PackedSequence):
         raise OctoPipeError(f"{name} is a PackedSequence, whose rows are not samples; give a list of micro-batches")

@@ -72,10 +72,10 @@ class GraphExecutor(Executor):
         values, needed = [], []
         for port in cell.sources:
             if port.receive is None:
-                giver = port.giver
-                assert giver is not None
-                value, need = giver.value, giver.needs
-                self._taken(giver)
+                producer = port.producer
+                assert producer is not None
+                value, need = producer.value, producer.needs
+                self._taken(producer)
             else:
                 value, port.input_message = self.transport.take_forward(port.receive)
                 port.receive.ended = time.perf_counter()
@@ -115,18 +115,17 @@ class GraphExecutor(Executor):
         known = self._picks[stage]
         return batch if known is None else {name: batch[name] for name in known if name in batch}
 
-    def _taken(self, giver: GraphCell) -> None:
+    def _taken(self, producer: GraphCell) -> None:
         """Record that one of a cell's consumers has received its output."""
-        now = [t._version for t in _leaves(giver.value) if isinstance(t, Tensor)]
-        if giver.versions and now != giver.versions:
+        now = [t._version for t in _leaves(producer.value) if isinstance(t, Tensor)]
+        if producer.versions and now != producer.versions:
             raise OctoPipeError(
-                f"a stage modified in place the tensor that it got from stage {giver.stage}, which "
-                f"other stages take, too; "
-                "let its first layer work on a copy (`.clone()`)"
+                f"a stage modified in place the tensor that it received from stage {producer.stage}, which other "
+                "stages take, too; let its first layer work on a copy (`.clone()`)"
             )
-        giver.left -= 1
-        if giver.left == 0:
-            giver.value = None
+        producer.left -= 1
+        if producer.left == 0:
+            producer.value = None
 
     def made(self, cell: GraphCell, out: Any, losses: dict[int, Tensor]) -> None:
         """Add a loss to that of its micro-batch; keep another output of F until all its consumers have received it."""
@@ -134,7 +133,7 @@ class GraphExecutor(Executor):
             before = losses.get(cell.micro_batch)
             losses[cell.micro_batch] = out if before is None else before + out
             return
-        cell.value, cell.left = out, len(cell.takers)
+        cell.value, cell.left = out, len(cell.consumers)
         several = cell.left > 1
         cell.versions = [t._version for t in _leaves(out) if isinstance(t, Tensor)] if several else []
 
@@ -161,7 +160,7 @@ class GraphExecutor(Executor):
         if cell.computes_loss:
             return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
         found = []
-        for port in cell.takers:
+        for port in cell.consumers:
             if port.gradient_slot is None:
                 found.append(port.gradients)
                 port.gradients = None
@@ -257,10 +256,10 @@ class GraphExecutor(Executor):
     def _output(self, port: Any) -> tuple[Any, Any]:
         """Return the value that is sent along an edge. The stage keeps its output until it has been sent along every
         edge."""
-        giver = port.giver
-        value = giver.value
-        self._taken(giver)
-        return value, giver.needs
+        producer = port.producer
+        value = producer.value
+        self._taken(producer)
+        return value, producer.needs
 
     def evaluate(
         self,
@@ -295,13 +294,13 @@ class GraphExecutor(Executor):
             self.made(cell, out, losses)
 
     def _transfer_output(self, ins: Step, sent: list[Any]) -> None:
-        slot, giver = ins.slot, cast(Any, ins.cell).giver
+        slot, producer = ins.slot, cast(Any, ins.cell).producer
         assert slot is not None
         if ins.code == RECEIVE:
             self.transport.post(slot)
         else:
-            self.transport.send_forward(slot, giver.value, giver.needs)
-            self._taken(giver)
+            self.transport.send_forward(slot, producer.value, producer.needs)
+            self._taken(producer)
             sent.append(slot)
 
 

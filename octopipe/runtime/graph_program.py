@@ -34,9 +34,9 @@ from octopipe.simulation.lowering import Program
 class Port(Cell):
     """One edge of one micro-batch, as far as it is on this rank."""
 
-    giver: GraphCell | None = None
+    producer: GraphCell | None = None
     """The cell on this rank whose output is sent along the edge."""
-    taker: GraphCell | None = None
+    consumer: GraphCell | None = None
     """The cell on this rank that receives the output."""
     receive: Slot | None = None
     """The slot in which the output arrives if it comes from another rank."""
@@ -48,7 +48,7 @@ class GraphCell(Cell):
 
     sources: tuple[Port, ...] = ()
     """The incoming edges, in the order of the path's edges."""
-    takers: tuple[Port, ...] = ()
+    consumers: tuple[Port, ...] = ()
     adds: bool = False
     """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
     is_shard: bool = False
@@ -128,13 +128,13 @@ def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dic
                     is_shard=is_shard,
                 )
         for a, b in path_edges:
-            giver, taker = cells.get((a, m)), cells.get((b, m))
-            if giver is None and taker is None:
+            producer, consumer = cells.get((a, m)), cells.get((b, m))
+            if producer is None and consumer is None:
                 continue
-            mine: Any = giver or taker
-            port = ports[a, b, m] = Port(mine.stage, m, False, False, False, giver=giver, taker=taker)
-            if giver is not None:
-                giver.takers = (*giver.takers, port)
-            if taker is not None:
-                taker.sources = (*taker.sources, port)
+            mine: Any = producer or consumer
+            port = ports[a, b, m] = Port(mine.stage, m, False, False, False, producer=producer, consumer=consumer)
+            if producer is not None:
+                producer.consumers = (*producer.consumers, port)
+            if consumer is not None:
+                consumer.sources = (*consumer.sources, port)
     return cells, ports

@@ -47,7 +47,7 @@ def mean_losses(
     cut, weighed = values[count:].tolist() if device.type == "cpu" or shares is not None else (0, 0)
     if (cut > 0) != (weighed > 0):
         raise OctoPipeError(
-            "the batch does not split into equal micro-batches, and the ranks with the loss do not know its rows; "
-            "give them the target (or the batch), with as many rows"
+            "the batch does not split into equal micro-batches, and the ranks with the loss do not know how many "
+            "rows each of them has; give these ranks the target (or the batch), with as many rows as the batch"
         )
     return values[:count]

@@ -157,7 +157,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The optimizer returned by `make`."""
         known = {id(m) for m in updated}
         if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
-            raise OctoPipeError("the optimizer has parameters other than those it was given; build it on its argument")
+            raise OctoPipeError(
+                "the optimizer was built on other parameters than those passed to the function; build it on the "
+                "function's argument"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name in ("inner", "_masters"):

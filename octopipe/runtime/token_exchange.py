@@ -106,7 +106,7 @@ class TokenExchange:
     def _lost(self) -> bool:
         why = failed_elsewhere()
         if why:
-            raise PeerError(f"an exchange of tokens will never end: {why}")
+            raise PeerError(f"an exchange of tokens cannot complete: {why}")
         return False
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Knows: devices, communication libraries, kernels of other packages, and whether two ranks can communicate. Does not
 know: how findings are shown (`octopipe doctor`).
 
-    python -m octopipe.runtime.torch_check        # one JSON list of [name, state, found, mend]
+    python -m octopipe.runtime.torch_check        # one JSON list of [name, state, found, remedy]
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def devices() -> list[Finding]:
         x = torch.ones(64, 64, device=f"cuda:{k}")
         works = float((x @ x)[0, 0]) == 64.0
         what = f"{p.name}, {p.total_memory / (1 << 30):.0f} GiB, {free:.0f} free, compute {p.major}.{p.minor}"
-        mend = "" if works else "a product came out wrong: check the driver"
-        out.append((f"GPU {k}", OK if works else BROKEN, what, mend))
+        remedy = "" if works else "a product gave a wrong result: check the driver"
+        out.append((f"GPU {k}", OK if works else BROKEN, what, remedy))
     out.append(("CUDA", OK, f"{torch.version.cuda}, driver's GPUs usable", ""))
     return out
 
@@ -160,7 +160,7 @@ def two_ranks(run: Callable[..., Any] | None = None) -> list[Finding]:
     found = (run or run_ranks)(_add, 2, threads=1, timeout_s=90.0)
     if found != [3.0, 3.0]:
         return [("two ranks", BROKEN, f"1 + 2 came out as {found}", "report it")]
-    return [("two ranks", OK, "start, meet and add up over gloo", "")]
+    return [("two ranks", OK, "start, connect and sum over gloo", "")]
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class _Pair:
 
 _running: _Pair | None = None
 """The pair that this process runs now. A rank is one process, and runs one pair at a time."""
-_heard: Callable[[], None] | None = None
+_on_exchange: Callable[[], None] | None = None
 """Called when an exchange begins and when it has ended, while layers are measured."""
 
 
@@ -165,7 +165,7 @@ def exchange_ranks() -> int:
 
 def _among(ranks: int) -> None:
     global _widest
-    if _heard is not None:
+    if _on_exchange is not None:
         _widest = max(_widest, ranks)
 
 
@@ -180,15 +180,15 @@ def run_exchange(issue: Callable[[], Pending], ranks: int = 0) -> Any:
     global _started
     _started += 1
     _among(ranks)
-    heard = _heard
-    if heard is not None:
-        heard()
+    on_exchange = _on_exchange
+    if on_exchange is not None:
+        on_exchange()
     pending = issue()
     if _running is not None and not _running.apart:
         _running.hand_over()
     result = pending.wait()
-    if heard is not None:
-        heard()
+    if on_exchange is not None:
+        on_exchange()
     return result
 
 
@@ -201,14 +201,14 @@ def exchange() -> Iterator[None]:
     """
     global _started
     _started += 1
-    heard = _heard
-    if heard is not None:
-        heard()
+    on_exchange = _on_exchange
+    if on_exchange is not None:
+        on_exchange()
     yield
-    if heard is not None:
+    if on_exchange is not None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the stream on which the exchange runs is not known here
-        heard()
+        on_exchange()
     if _running is not None and not _running.apart:
         _running.hand_over()
 
@@ -253,7 +253,7 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
             looked = now
             why = patience.failed()
             if why:
-                raise PeerError(f"an exchange of tokens will never end: {why}")
+                raise PeerError(f"an exchange of tokens cannot complete: {why}")
         if now - began > patience.timeout_s:
             raise PeerError(f"an exchange of tokens did not end within {patience.timeout_s:g} s")
 
@@ -263,17 +263,17 @@ def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
     it."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        heard, pair = _heard, _running
+        on_exchange, pair = _on_exchange, _running
         _among(args[0].size())  # a method: the group comes first
-        if heard is not None:
-            heard()
+        if on_exchange is not None:
+            on_exchange()
         work = issue(*args, **kwargs)
         if pair is not None:
             pair.hand_over()
-        if heard is not None:
+        if on_exchange is not None:
             if work is not None:
                 work.wait()
-            heard()
+            on_exchange()
         patient = pair is not None and pair.patience is not None and work is not None
         if patient and _of_host(*args, *kwargs.values()):
             assert pair is not None and pair.patience is not None
@@ -293,32 +293,32 @@ def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a functional collective, whose result is waited for when it is used."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        heard = _heard
-        if heard is not None:
-            heard()
+        on_exchange = _on_exchange
+        if on_exchange is not None:
+            on_exchange()
         out = issue(*args, **kwargs)
         if _running is not None:
             _running.hand_over()
-        if heard is not None:
+        if on_exchange is not None:
             out = functional_collectives().wait_tensor(out)
-            heard()
+            on_exchange()
         return out
 
     return collective
 
 
 @contextmanager
-def watching(heard: Callable[[], None]) -> Iterator[None]:
-    """A context in which `heard` is called when an exchange begins and when it has ended, on the thread that runs
+def watching(on_exchange: Callable[[], None]) -> Iterator[None]:
+    """A context in which `on_exchange` is called when an exchange begins and when it has ended, on the thread that runs
     it."""
-    global _heard
-    assert _heard is None and _running is None
-    _heard = heard
+    global _on_exchange
+    assert _on_exchange is None and _running is None
+    _on_exchange = on_exchange
     try:
         with _exchanges_found():
             yield
     finally:
-        _heard = None
+        _on_exchange = None
 
 
 @contextmanager

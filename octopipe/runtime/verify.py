@@ -85,7 +85,7 @@ class Verifier:
                     place = watched.parts[-1][0].place()
                     found = (
                         f"verify: the layers up to {place} cannot run a second time ({type(error).__name__}: {why}); "
-                        "leave verify out, or mend their forward"
+                        "leave verify out, or fix their forward"
                     )
             watched.forget()
         if torch.cuda.is_initialized():  # a run's reported memory is that of its steps

@@ -272,7 +272,9 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
     # Forked workers know the systems that this process has registered, wherever they came from.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     try:
-        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=_deaf)
+        pool = ProcessPoolExecutor(
+            workers, mp_context=multiprocessing.get_context(method), initializer=_ignore_interrupts
+        )
         pending: dict[Future[Result], str] = {pool.submit(task.run, n, options): n for n, options in settings.items()}
     except (OSError, NotImplementedError, ImportError):  # no shared memory, descriptor or process for workers
         for name, options in settings.items():
@@ -297,7 +299,7 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
 KILLED = "its process was killed (out of memory?); name fewer --systems"
 
 
-def _deaf() -> None:
+def _ignore_interrupts() -> None:
     """Ignore Ctrl-C in workers: it reaches all processes of a terminal, and the parent handles it and ends the
     workers."""
     import signal

@@ -232,8 +232,8 @@ def torch_plan(
     last = [op.micro_batch for op in orders[home[count - 1]] if op.stage == count - 1 and op.kind == "F"]
     if last != sorted(last):
         notes.append(
-            f"the last stage runs micro-batches {', '.join(map(str, last[:16]))}: PyTorch's runtime mixes up their "
-            "losses in silence; export this plan to get them renamed"
+            f"the last stage runs micro-batches {', '.join(map(str, last[:16]))}: PyTorch's runtime silently "
+            "assigns their losses to other micro-batches; export this plan to have them renumbered"
         )
     first = 0
     stages = []

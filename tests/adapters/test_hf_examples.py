@@ -162,7 +162,7 @@ def test_what_is_no_language_model_is_refused_with_its_reason() -> None:
 def test_commands_refuse_models_whose_batches_they_cannot_make_up(family: str, named: str) -> None:
     config = tiny_tower(family)
     example = example_of(build_on_meta(config, dtype=torch.float32, attention=None))
-    with pytest.raises(OctoPipeError, match=f"it is not known how batches of {named} are made up; train it in a loop"):
+    with pytest.raises(OctoPipeError, match=f"octopipe cannot make up batches of {named}; train it in a loop"):
         form_of(example, config, num_tower_layers=4, vocab=512)
 
 
@@ -196,5 +196,5 @@ def test_a_forward_without_labels_has_no_loss() -> None:
 
 def test_a_loss_of_more_than_the_logits_is_refused_with_its_reason() -> None:
     parts = layers(twin_of("prophetnet", tiny_tower("prophetnet")))
-    with pytest.raises(OctoPipeError, match="its loss is of more logits than its forward gives"):
+    with pytest.raises(OctoPipeError, match="its loss uses more logits than its forward returns"):
         _ = parts.loss_fn

@@ -130,7 +130,7 @@ def test_parameters_that_a_folder_lacks_are_drawn_and_told(tmp_path: Path, capsy
     assert torch.equal(read.enorm.weight, whole.predictions.layers[0].enorm.weight)
     assert main(["train", str(tmp_path), "--nproc", "1", *FLAGS]) == 0
     told = capsys.readouterr().err
-    assert "has no weights for 1 parameter of its prediction layers: they begin with fresh ones" in told
+    assert "has no weights for 1 parameter of its prediction layers: they are initialised randomly" in told
 
 
 def one_step(world: Any, folder: str, plan: Any) -> dict[str, Any]:

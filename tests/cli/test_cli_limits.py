@@ -16,8 +16,8 @@ from effort import some
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.runtime.ranks import meeting
-from octopipe.runtime.ranks.meeting import Place, aside, place_from
+from octopipe.runtime.ranks import rendezvous
+from octopipe.runtime.ranks.rendezvous import Place, aside, place_from
 from octopipe.search.systems import systems
 
 OCTOPIPE = [sys.executable, "-m", "octopipe"]
@@ -130,10 +130,10 @@ def test_a_first_rank_that_nobody_started_is_waited_for_no_longer_than_asked(
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(unused.getsockname()[1]))
         with pytest.raises(OctoPipeError, match=r"rank 0 did not answer within 0\.5 s"):
-            meeting.meet(Place(1, 2, 1), "gloo", 0.5)
+            rendezvous.rendezvous(Place(1, 2, 1), "gloo", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     with pytest.raises(OctoPipeError, match="cannot be resolved to a host"):
-        meeting.meet(Place(1, 2, 1), "gloo", 0.5)
+        rendezvous.rendezvous(Place(1, 2, 1), "gloo", 0.5)
 
 
 def test_a_wait_in_c_is_given_up_and_hears_its_error() -> None:
@@ -152,7 +152,7 @@ def test_a_wait_in_c_is_given_up_and_hears_its_error() -> None:
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no namespaces here")
 def test_a_loopback_interface_that_is_down_is_named() -> None:
     pytest.importorskip("torch")
-    code = "from octopipe.runtime.ranks.meeting import local_store; local_store()"
+    code = "from octopipe.runtime.ranks.rendezvous import local_store; local_store()"
     done: Any = subprocess.run(
         ["unshare", "-rn", sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
     )

@@ -1,4 +1,4 @@
-"""octopipe doctor: says what is broken and how to mend it, whatever is missing, and never fails itself."""
+"""octopipe doctor: says what is broken and how to remedy it, whatever is missing, and never fails itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_cache_folder_that_others_can_write_is_told(monkeypatch: pytest.Monkey
     tmp_path.chmod(0o777)
     monkeypatch.setenv("OCTOPIPE_CACHE_DIR", str(tmp_path))
     found = list(doctor.cache())
-    assert found[0].state == "note" and "chmod 700" in found[0].mend
+    assert found[0].state == "note" and "chmod 700" in found[0].remedy
 
 
 def test_doctor_runs_where_torch_is_not_installed() -> None:

@@ -1,4 +1,4 @@
-"""Layer-times files: read exactly, and every bad one refused in one line that names file, key and mend."""
+"""Layer-times files: read exactly, and every bad one refused in one line that names file, key and remedy."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_line_with_file_key_and_mend(case, tmp_path):
+def test_a_bad_file_is_one_line_with_file_key_and_remedy(case, tmp_path):
     text, words = BAD[case]
     path = write(tmp_path, text)
     with pytest.raises(OctoPipeError) as caught:

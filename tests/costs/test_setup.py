@@ -458,7 +458,7 @@ def test_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gb300" in run(capsys, "gpus")[1]
 
 
-def test_nodes_of_two_makers_are_refused_because_no_collective_joins_them() -> None:
-    with pytest.raises(OctoPipeError, match="joins h200 and mi300x"):
+def test_nodes_of_two_vendors_are_refused_because_no_collective_library_connects_them() -> None:
+    with pytest.raises(OctoPipeError, match="connects h200 and mi300x"):
         nodes_from_object({"nodes": [{"gpu": "h200"}, {"gpu": "mi300x"}]})
     assert len(nodes_from_object({"nodes": [{"gpu": "mi300x"}, {"gpu": "mi355x"}]})) == 2

@@ -130,7 +130,7 @@ def test_the_hosts_share_of_the_state_leaves_the_gpu_and_its_update_takes_the_li
         (EXPERTS, {"tp": 1, "dp": 9, "etp": 9}, "etp 9 does not divide the 768 expert ffn"),
         (DENSE, {"dp": 8, "hsdp": 3}, "hsdp 3 does not divide dp 8"),
         (EXPERTS, {"dp": 8, "ep": 8, "hsdp": 2}, "hsdp 2 does not divide the 1 replicas of an expert"),
-        (DENSE, {"dp": 8, "hsdp": 2, "zero": 0}, "hsdp 2 counts copies of what ZeRO divides"),
+        (DENSE, {"dp": 8, "hsdp": 2, "zero": 0}, "hsdp 2 needs state that ZeRO shards"),
         (DENSE, {"dp": 8, "zero": 3, "offload_optimizer": 1.0}, "not with ZeRO-3; give zero 1"),
         (DENSE, {"offload_optimizer": 1.5}, "give a share from 0 to 1"),
     ],

@@ -20,8 +20,8 @@ import torch
 from fuzz_cases import Reader
 
 from octopipe.runtime.training.checkpoint import _write_layers, read_layer
+from octopipe.runtime.training.checkpoint_folder import FORMAT, FORMAT_1, RUN, choose, layer_file, read_record
 from octopipe.runtime.training.data.token_file import TokenFile
-from octopipe.runtime.training.shelf import FORMAT, FORMAT_1, RUN, choose, layer_file, read_record
 
 LAYERS, STEP, VOCAB = 3, 4, 64
 

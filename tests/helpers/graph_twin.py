@@ -26,12 +26,12 @@ class GraphTwin:
         self.ops = {op for order in plan.orders for op in order}
         self.times: dict[Op, Interval] = {}
         self.sent: dict[tuple[Op, Op], Interval] = {}
-        self.takers: dict[Op, list[Op]] = {}
+        self.consumers: dict[Op, list[Op]] = {}
         for order in plan.orders:
             for op in order:
                 for p in self.needs(op):
                     if p.stage != op.stage:
-                        self.takers.setdefault(p, []).append(op)
+                        self.consumers.setdefault(p, []).append(op)
         self._run()
 
     def _rank(self, op: Op) -> int:
@@ -83,13 +83,13 @@ class GraphTwin:
         one = 8.0 * (self.costs.tokens_per_micro_batch or 0) if of_loss else float(self.costs.boundary_bytes[last])
         return one * self._size(m, last)
 
-    def _hop_ms(self, op: Op, taker: Op) -> float:
+    def _hop_ms(self, op: Op, consumer: Op) -> float:
         """Ranks that take one output, or send its gradients back, share one link."""
-        maker, m = (op if op.kind == "F" else taker).stage, op.micro_batch
+        maker, m = (op if op.kind == "F" else consumer).stage, op.micro_batch
         home = self.plan.stages[maker].rank
         others = {self.plan.stages[b].rank for a, b in self._edges(m) if a == maker} - {home}
         several = len(others) if self.plan.edges else 1
-        return self.costs.network.transfer_ms(self._rank(op), self._rank(taker), self._out_bytes(maker, m) * several)
+        return self.costs.network.transfer_ms(self._rank(op), self._rank(consumer), self._out_bytes(maker, m) * several)
 
     def _run(self) -> None:
         place = {op: k for order in self.plan.orders for k, op in enumerate(order)}
@@ -105,12 +105,12 @@ class GraphTwin:
                 start = max([clock[rank], *(end for _, end in there)])
                 clock[rank] = end = start + self.op_ms(op)
                 self.times[op] = start, end
-                for taker in sorted(self.takers.get(op, ()), key=place.__getitem__):
-                    way = rank, self._rank(taker)
+                for consumer in sorted(self.consumers.get(op, ()), key=place.__getitem__):
+                    way = rank, self._rank(consumer)
                     if way[0] != way[1]:
                         begin = max(end, free.get(way, 0.0))
-                        free[way] = begin + self._hop_ms(op, taker)
-                        self.sent[op, taker] = begin, free[way]
+                        free[way] = begin + self._hop_ms(op, consumer)
+                        self.sent[op, consumer] = begin, free[way]
 
     def kept_bytes(self, s: int, m: int) -> tuple[float, float]:
         """What a stage that recomputes or offloads keeps on the device, and its whole activation."""
@@ -151,13 +151,13 @@ class GraphTwin:
             part = 1.0 if stage.shard is None else 1.0 / stage.shard[1]
             held[rank].append((begin, end, part * max(costs.workspace_bytes[stage.first : stage.stop], default=0.0)))
             let_go = [end]
-            for taker in self.takers.get(op, ()):
-                size = self._out_bytes((op if op.kind == "F" else taker).stage, op.micro_batch)
-                used = self.times[taker][0 if op.kind == "F" else 1]
-                sent = self.sent.get((op, taker))
+            for consumer in self.consumers.get(op, ()):
+                size = self._out_bytes((op if op.kind == "F" else consumer).stage, op.micro_batch)
+                used = self.times[consumer][0 if op.kind == "F" else 1]
+                sent = self.sent.get((op, consumer))
                 let_go.append(used if sent is None else sent[1])
                 if sent is not None:
-                    held[self._rank(taker)].append((sent[0], used, size))
+                    held[self._rank(consumer)].append((sent[0], used, size))
                 if op.kind != "F":  # a gradient for every edge
                     held[rank].append((end, let_go[-1], size))
             if op.kind == "F":  # one output for all edges

@@ -132,7 +132,7 @@ class Ranks:
         environment: Callable[[int], dict[str, str]] = lambda rank: {},
         imports: Sequence[str] = (),
     ):
-        from octopipe.runtime.ranks.meeting import local_store
+        from octopipe.runtime.ranks.rendezvous import local_store
 
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
         context = mp.get_context("forkserver")

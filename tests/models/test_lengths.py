@@ -15,8 +15,8 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import resolve_costs
 from octopipe.models.lengths import (
     Batch,
-    dealt,
-    dealt_evenly,
+    distributed,
+    distributed_evenly,
     packed_groups,
     padded_groups,
     read_lengths,
@@ -82,14 +82,14 @@ def test_every_sequence_is_in_one_micro_batch() -> None:
 
 def test_pipelines_share_micro_batches_by_work() -> None:
     groups = padded_groups(MIXED, 1)
-    shares = dealt(groups, 4, lambda g: float(sum(g)))
+    shares = distributed(groups, 4, lambda g: float(sum(g)))
     assert sorted(x for share in shares for g in share for x in g) == sorted(MIXED)
     loads = [sum(map(sum, share)) for share in shares]
     assert loads[0] == max(loads) <= 1.05 * sum(MIXED) / 4
-    even = dealt_evenly(groups, 4, lambda g: float(sum(g)))
+    even = distributed_evenly(groups, 4, lambda g: float(sum(g)))
     assert {len(share) for share in even} == {4}
     with pytest.raises(OctoPipeError, match="do not make 3 equal pipelines"):
-        dealt_evenly(groups, 3, lambda g: float(sum(g)))
+        distributed_evenly(groups, 3, lambda g: float(sum(g)))
     numbers = sequence_numbers(MIXED, even)
     assert sorted(i for p in numbers for g in p for i in g) == list(range(16))
     assert all(MIXED[i] == x for p, q in zip(numbers, even, strict=True) for g, h in zip(p, q) for i, x in zip(g, h))
@@ -219,8 +219,8 @@ def test_tune_takes_lengths(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         (["--global-batch", "8"], "leave --global-batch out"),
         (["--micro-batches", "8"], "leave --micro-batches out"),
-        (["--dynamic", "--micro-batch-size", "2"], "has an effect with --pad alone"),
-        (["--pad", "--seq", "2048"], "has an effect with --pack alone"),
+        (["--dynamic", "--micro-batch-size", "2"], "applies to --pad only"),
+        (["--pad", "--seq", "2048"], "applies to --pack only"),
         (["--pack", "--seq", "1000"], "raise it"),
     ],
 )

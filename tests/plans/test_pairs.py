@@ -103,8 +103,8 @@ def slots_in_time(plan: Plan, costs: CostTable) -> dict[Op, tuple[float, float]]
                             if plan.stages[maker.stage].shard is not None and last == plan.num_layers - 1:
                                 nbytes = 8.0 * (costs.tokens_per_micro_batch or 0)  # of a cut head: partial sums
                             home, m = plan.stages[maker.stage].rank, op.micro_batch
-                            takers = {plan.stages[s].rank for s in plan.stage_after(maker.stage, m)} - {home}
-                            several = len(takers) if plan.edges else 1  # they share the one rank's link
+                            receivers = {plan.stages[s].rank for s in plan.stage_after(maker.stage, m)} - {home}
+                            several = len(receivers) if plan.edges else 1  # they share the one rank's link
                             ms = costs.network.transfer_ms(rank, there, nbytes * size * several)
                             free[rank, there] = arrived[op, consumer] = max(free.get((rank, there), 0.0), end) + ms
                 queue.pop(0)

@@ -77,7 +77,7 @@ def test_a_good_plan_has_no_problems() -> None:
         ),
     ],
 )
-def test_every_mistake_is_named_with_its_place_and_mend(changes: dict[str, object], words: str) -> None:
+def test_every_mistake_is_named_with_its_place_and_remedy(changes: dict[str, object], words: str) -> None:
     assert any(words in problem for problem in small(**changes).problems()), small(**changes).problems()
 
 

@@ -299,7 +299,9 @@ def sharing(world, how, frozen, tied):
 
 @pytest.mark.parametrize("how", some(["no_grad", "view", "data", "detach", "parameter", "buffer"], 2))
 def test_values_of_a_layer_on_another_rank_that_no_update_reaches_are_refused_by_name(how):
-    words = "two tensors in one memory" if how in ("parameter", "buffer") else "of a layer on another rank, without its"
+    words = (
+        "two tensors that share memory" if how in ("parameter", "buffer") else "of a layer on another rank, without its"
+    )
     ranks = Ranks(2)
     try:
         for text in ranks.run(sharing, how, False, False):

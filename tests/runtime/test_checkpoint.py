@@ -29,7 +29,7 @@ from octopipe.runtime.training.checkpoint import (  # noqa: E402
     read_record,
     save_checkpoint,
 )
-from octopipe.runtime.training.shelf import (  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import (  # noqa: E402
     FORMAT_1,
     DamagedCheckpoint,
     choose,

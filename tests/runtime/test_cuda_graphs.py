@@ -96,7 +96,7 @@ def test_forwards_that_only_read_what_an_earlier_one_left_are_at_rest(kind: type
     stage.forward(value)
     stage.replay.observe()
     stage.forward(value)
-    assert stage.replay.restless() is not rests
+    assert stage.replay.changes_state() is not rests
 
 
 @pytest.mark.parametrize(("kind", "rests"), [(Block, True), (Tabling, True), (Remembering, False), (Averaging, False)])
@@ -141,7 +141,7 @@ def test_what_watches_a_stage_is_not_taken_for_state_of_its_layers() -> None:
     stage.replay.observe()
     with draws:
         stage.forward(value)
-    assert len(calls) > 2 and not stage.replay.restless()
+    assert len(calls) > 2 and not stage.replay.changes_state()
 
 
 def test_stages_that_share_a_parameter_with_an_eager_one_stay_eager() -> None:

@@ -70,9 +70,9 @@ def test_an_unstated_type_is_found_only_where_one_alone_is_possible(tmp_path: Pa
     path = tmp_path / "t.bin"
     IDS.astype("uint16").tofile(path)
     assert np.array_equal(read(str(path), Reading(), vocab=VOCAB).tokens, IDS)
-    for kind, mend in (("int32", "uint16 and as int32"), ("int64", "uint16 and as int32 and as int64")):
+    for kind, remedy in (("int32", "uint16 and as int32"), ("int64", "uint16 and as int32 and as int64")):
         IDS.astype(kind).tofile(path)
-        with pytest.raises(OctoPipeError, match=f"{mend}; say which it is: --data-dtype {kind}"):
+        with pytest.raises(OctoPipeError, match=f"{remedy}; say which it is: --data-dtype {kind}"):
             read(str(path), Reading(), vocab=VOCAB)
     # A vocabulary that 16 bits cannot hold.
     large = np.random.default_rng(0).integers(0, 100_000, 4001)
@@ -248,7 +248,7 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("lines", "mend"),
+    ("lines", "remedy"),
     [
         ("", "no record"),
         ("{", "line 1: not valid JSON"),
@@ -264,9 +264,9 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Pat
         ('{\0"\0t\0', "line 1: zero bytes in it, as in UTF-16; save the file as UTF-8"),
     ],
 )
-def test_wrong_lines_are_named(tmp_path: Path, tokenizer: Path, lines: str, mend: str) -> None:
+def test_wrong_lines_are_named(tmp_path: Path, tokenizer: Path, lines: str, remedy: str) -> None:
     (tmp_path / "t.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
-    with pytest.raises(OctoPipeError, match=mend) as caught:
+    with pytest.raises(OctoPipeError, match=remedy) as caught:
         read(str(tmp_path / "t.jsonl"), Reading(tokenizer=str(tokenizer)), vocab=VOCAB)
     assert "t.jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -353,7 +353,7 @@ def test_samples_without_a_target_that_counts_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "flags", "mend"),
+    ("name", "content", "flags", "remedy"),
     [
         ("t.bin", IDS.astype("<i4").tobytes(), (), "--data-dtype int32"),
         ("t.txt", b"hello", (), "not a supported kind of data"),
@@ -371,7 +371,7 @@ def test_bad_data_is_one_line_before_any_rank_starts(
     name: str,
     content: bytes,
     flags: tuple[str, ...],
-    mend: str,
+    remedy: str,
 ) -> None:
     pytest.importorskip("torch")
     from octopipe.runtime.ranks import launch
@@ -384,7 +384,7 @@ def test_bad_data_is_one_line_before_any_rank_starts(
     small = ("nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "--no-measure", "--nproc", "1")
     assert main(["train", *small, "--data", str(tmp_path / name), *flags]) == 2
     err = capsys.readouterr().err
-    assert mend in err and len(err.strip().splitlines()) == 1
+    assert remedy in err and len(err.strip().splitlines()) == 1
 
 
 def test_a_path_that_is_not_there_is_found_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torchrun import torchrun  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.cli import main  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
-from octopipe.runtime.training.shelf import damage  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import damage  # noqa: E402
 
 STEPS, LOST_AT, SAVE_EVERY = 12, 8, 3
 COMMAND = (

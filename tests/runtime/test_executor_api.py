@@ -398,7 +398,7 @@ def test_mistakes_are_named():
     pipe = Pipeline(layers, plan, loss)
     with pytest.raises(OctoPipeError, match="3 and 4 rows"):
         pipe.step((torch.randn(3, 2), torch.randn(4, 2)), torch.randn(3, 2))
-    with pytest.raises(OctoPipeError, match="list of 3 micro-batches; the plan has 2"):
+    with pytest.raises(OctoPipeError, match="list of 3 micro-batches, and the plan has 2; make them equal"):
         pipe.step([torch.randn(3, 2)] * 3, torch.randn(4, 2))
     with pytest.raises(OctoPipeError, match="give it the batch"):
         pipe.step(None, torch.randn(4, 2))

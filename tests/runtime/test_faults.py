@@ -1,4 +1,4 @@
-"""Faults on real processes: whatever happens to a rank is told with rank, op and mend, and costs no checkpoint.
+"""Faults on real processes: whatever happens to a rank is told with rank, op and remedy, and costs no checkpoint.
 
 One harness: a run of two ranks in which one rank does something to itself at a moment that is named, not timed.
 """
@@ -28,11 +28,11 @@ from test_train import job  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.runtime.ranks import launch  # noqa: E402
-from octopipe.runtime.ranks.meeting import local_store  # noqa: E402
+from octopipe.runtime.ranks.rendezvous import local_store  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import damage  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
-from octopipe.runtime.training.shelf import damage  # noqa: E402
 
 TIMEOUT_S = 30.0
 """Of runs whose fault nobody can tell from a slow rank; it is waited out. All others must be noticed long before
@@ -192,7 +192,7 @@ def _lives(pid: int) -> bool:
         ("full disk", "saving", r"the checkpoint cannot be written \(File too large\); check the folder"),
     ],
 )
-def test_a_fault_is_told_with_rank_op_and_mend(
+def test_a_fault_is_told_with_rank_op_and_remedy(
     act: str, when: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = "zb-h1" if when in "IW" else "1f1b"
@@ -301,7 +301,7 @@ def test_nothing_listens_outside_this_host() -> None:
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_told_with_the_mend() -> None:
+def test_a_port_in_use_is_told_with_the_remedy() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -139,14 +139,14 @@ def test_a_message_that_never_comes_is_noticed(how, words):
     assert said[1] < PATIENCE_S
 
 
-class Elsewhere(mail.Shelf):
+class Elsewhere(mail.BoxArea):
     def __init__(self, *_, **__):
         raise OSError("no such file on this host")
 
 
 def run_plans(world, jobs, where):
     out = []
-    with patch.object(mail, "Shelf", Elsewhere if where == "other hosts" or world.rank == 1 else mail.Shelf):
+    with patch.object(mail, "BoxArea", Elsewhere if where == "other hosts" or world.rank == 1 else mail.BoxArea):
         for name, kind, plan, channel in jobs:
             case = make(kind, plan.num_micro_batches)
             expected, _ = plain_gradients(*case)
@@ -305,9 +305,9 @@ def test_fences_stand_between_messages_and_their_numbers(monkeypatch):
     move = ctypes.memmove
     monkeypatch.setattr(mail, "fence", lambda: log.append(("fence", -1)))
     monkeypatch.setattr(mail.ctypes, "memmove", lambda *args: (log.append(("copy", -1)), move(*args)))
-    shelf = mail.Shelf(1, 4096)
-    sender, receiver = shelf.box(0, 1.0), shelf.box(0, 1.0)
-    sender._words = receiver._words = Words(shelf.words, log)
+    area = mail.BoxArea(1, 4096)
+    sender, receiver = area.box(0, 1.0), area.box(0, 1.0)
+    sender._words = receiver._words = Words(area.words, log)
     data, room = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     for bodies in ((), ((data.data_ptr(), 64, 64),)):
         log.clear()
@@ -334,7 +334,7 @@ def test_fences_stand_between_messages_and_their_numbers(monkeypatch):
         between(sent[: copies[-1] + 1], ("load", mail.TAKEN), ("copy", -1))  # taken, fence, next message
         between(taken, ("load", mail.SENT), ("copy", -1))  # number, fence, message
         between(taken, ("copy", -1), ("store", mail.TAKEN))  # read, fence, taken
-    shelf.words.release()
+    area.words.release()
 
 
 def test_a_fence_is_one_on_every_machine():

@@ -416,7 +416,7 @@ def test_compiled_mamba2_leaves_the_projections_split():
         _equal(p.grad, w)
 
 
-def test_layers_without_a_module_are_named_with_the_mend():
+def test_layers_without_a_module_are_named_with_the_remedy():
     kimi = X.KimiDeltaAttention(hidden=H, heads=2, head_dim=8)
     with pytest.raises(OctoPipeError, match=r"layer 1 is a kimi_delta_attention.*your own"):
         build_layers(_model(kimi))

@@ -147,7 +147,7 @@ def unknown_rows(world, plan):
 
 def test_a_loss_that_does_not_know_the_rows_is_refused(two):
     plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, COUNT)
-    assert all("do not know its rows" in text for text in two.run(unknown_rows, plan))
+    assert all("do not know how many rows" in text for text in two.run(unknown_rows, plan))
 
 
 # -- side inputs ----------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_plan_and_its_costs_come_back_equal() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, (x for x in ()), np.array([object()]), Exception("no")])
-def test_what_is_not_plain_is_refused_with_the_mend(value: Any) -> None:
+def test_what_is_not_plain_is_refused_with_the_remedy(value: Any) -> None:
     with pytest.raises(OctoPipeError, match="cannot be sent to another rank"):
         encoded(value)
 

@@ -20,13 +20,13 @@ from octopipe.costs.profile_file import load_profile  # noqa: E402
 from octopipe.models import layers as spec  # noqa: E402
 from octopipe.runtime.measure import trial  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, profile_layers  # noqa: E402
-from octopipe.runtime.measure.routing import routing_heard  # noqa: E402
+from octopipe.runtime.measure.routing import recorded_routing  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
 
 
 def tokens_of(choose: Any, x: Any) -> tuple[float, ...]:
     before = torch.topk, torch.Tensor.topk
-    with routing_heard() as heard:
+    with recorded_routing() as heard:
         choose(x)
     assert (torch.topk, torch.Tensor.topk) == before
     return heard.tokens_per_expert(x)

@@ -108,7 +108,7 @@ def test_a_statistic_that_is_one_on_two_ranks_is_refused_when_it_changes(how):
     ranks = Ranks(2)
     try:
         for text in ranks.run(one_block, how, True):
-            assert "is one with" in text and "put these layers on one rank" in text
+            assert "is the same tensor as" in text and "put these layers on one rank" in text
     finally:
         ranks.close()
 

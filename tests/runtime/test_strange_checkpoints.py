@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from octopipe.cli import main  # noqa: E402
 from octopipe.runtime.training import convert  # noqa: E402
-from octopipe.runtime.training.shelf import choose, layer_file  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import choose, layer_file  # noqa: E402
 
 STEP = 3
 MIB = 1 << 20
@@ -166,7 +166,7 @@ def test_something_else_in_a_files_place(what: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("name", ["run.json", "older-good"])
 @pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
 def test_something_else_in_the_place_of_a_note(name: str, what: str, tmp_path: Path) -> None:
-    from octopipe.runtime.training.shelf import rotate
+    from octopipe.runtime.training.checkpoint_folder import rotate
 
     good = folder(tmp_path)
     place = good / name if name == "run.json" else tmp_path / name

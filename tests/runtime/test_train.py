@@ -291,13 +291,13 @@ def test_mistakes_give_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[st
 
 def test_a_plan_of_another_shape_is_refused_before_anything_starts() -> None:
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
-    for changes, mend in (
+    for changes, remedy in (
         ({"nproc": 3}, "--nproc 2"),
         ({"micro_batches": 8}, "--micro-batches"),
         ({"spec": ModelSpec(name="short", layers=(tiny().layers[0], tiny().layers[-1]))}, "2"),
         ({"dtype": "int8"}, "float32"),
     ):
-        with pytest.raises(OctoPipeError, match=mend):
+        with pytest.raises(OctoPipeError, match=remedy):
             job(plan=plan, **changes)
 
 
@@ -385,7 +385,7 @@ def test_a_token_file_gives_every_window_once_per_pass(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "mend"),
+    ("name", "content", "remedy"),
     [
         ("t.bin", b"", "no whole number"),
         ("t.bin", b"abc", "no whole number"),
@@ -395,9 +395,9 @@ def test_a_token_file_gives_every_window_once_per_pass(tmp_path: Path, name: str
         ("t.txt", b"hello", "token files end in"),
     ],
 )
-def test_bad_token_files_give_one_line(tmp_path: Path, name: str, content: bytes, mend: str) -> None:
+def test_bad_token_files_give_one_line(tmp_path: Path, name: str, content: bytes, remedy: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(OctoPipeError, match=mend) as caught:
+    with pytest.raises(OctoPipeError, match=remedy) as caught:
         TokenFile(tmp_path / name, vocab=64, seq=8, seed=0).sample(0)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 

@@ -23,8 +23,8 @@ from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.cli import main  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints, latest  # noqa: E402
+from octopipe.runtime.training.checkpoint_folder import damage, locked  # noqa: E402
 from octopipe.runtime.training.guard import FiniteWatch  # noqa: E402
-from octopipe.runtime.training.shelf import damage, locked  # noqa: E402
 
 COMMAND = (
     *("nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "--micro-batches", "2"),

@@ -12,7 +12,7 @@ from test_train import job, tiny
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.models.lengths import dealt_evenly, padded_groups
+from octopipe.models.lengths import distributed_evenly, padded_groups
 from octopipe.search.systems.dynapipe import micro_batch_samples
 
 torch = pytest.importorskip("torch")
@@ -73,8 +73,8 @@ def test_every_cut_and_order_trains_alike() -> None:
     assert dynamic is not None and dynamic.plan.num_micro_batches == len(groups)
     np.testing.assert_allclose(dynamic.losses, alone.losses, rtol=1e-9)
     cut = padded_groups(LENGTHS, 2)
-    dealt = tuple(dealt_evenly(cut, 2, lambda g: float(len(g) * max(g))))
-    twice = trainer.train(of_lengths(dealt, nproc=2, dp=2))
+    distributed = tuple(distributed_evenly(cut, 2, lambda g: float(len(g) * max(g))))
+    twice = trainer.train(of_lengths(distributed, nproc=2, dp=2))
     assert twice is not None
     np.testing.assert_allclose(twice.losses, alone.losses, rtol=1e-9)
 

@@ -269,7 +269,7 @@ def test_on_a_device_a_gradient_that_goes_missing_is_an_error_where_it_is_sent()
         ((_, text),) = ranks.results(of=[1])
     finally:
         ranks.kill()  # the other rank may wait for the gradient still
-    assert "has a gradient missing that was there in the step before" in text
+    assert "lacks a gradient that it contained in the step before" in text
 
 
 @pytest.mark.parametrize("kind", [IpcTransport])

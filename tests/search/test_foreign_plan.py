@@ -215,7 +215,7 @@ def test_csv_mistakes_name_their_cell() -> None:
 
 def test_a_csv_that_mixes_up_losses_is_pointed_out() -> None:
     found = torch_plan(read_torch_csv("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n"))
-    assert any("mixes up" in note for note in found.notes)
+    assert any("silently assigns their losses" in note for note in found.notes)
 
 
 # -- the verb ------------------------------------------------------------------------------------------

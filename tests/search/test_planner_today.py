@@ -1,4 +1,4 @@
-"""What a runtime cannot run of today's split and of the sizes that are asked for; the mends that refusals name."""
+"""What a runtime cannot run of today's split and of the sizes that are asked for; the remedies that refusals name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_split_of_today_that_the_runtime_cannot_run_is_no_answer(
     found = search(MODEL, cluster, runtime=RUNTIMES[runtime], **asked)
     assert found.today is not None and found.today.fits
     assert found.best.step_ms > found.today.step_ms and found.best.split != found.today.split
-    assert found.unrun_today == why and f"{why}, so it is no answer" in " ".join(changes(found))
+    assert found.unrun_today == why and f"{why}, so it cannot be the answer" in " ".join(changes(found))
     assert not RUNTIMES[runtime].refuses_sizes({k: getattr(found.best.split, k) for k in ("tp", "cp", "pp", "zero")})
     free = search(MODEL, cluster, **asked)
     assert free.best.step_ms <= found.today.step_ms and not free.unrun_today
@@ -88,7 +88,7 @@ def test_a_level_of_zero_that_the_runtime_runs_is_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "batch", "fixed", "runtime", "mend"),
+    ("gpus", "batch", "fixed", "runtime", "remedy"),
     [
         (12, 256, {"vp": 2}, "any", "leave vp out"),
         (6, 64, {"vp": 3, "micro_batch_size": 2}, "any", "leave vp out"),
@@ -100,21 +100,21 @@ def test_a_level_of_zero_that_the_runtime_runs_is_searched() -> None:
     ],
 )
 def test_where_no_split_divides_the_mend_that_is_named_helps(
-    gpus: int, batch: int, fixed: dict[str, int], runtime: str, mend: str
+    gpus: int, batch: int, fixed: dict[str, int], runtime: str, remedy: str
 ) -> None:
     def every(sizes: dict[str, int], on: str = runtime) -> list[Any]:
         return list(splits(MODEL, base(), gpus=gpus, global_batch=batch, fixed=sizes, runtime=RUNTIMES[on]))
 
     with pytest.raises(OctoPipeError, match=r"no split of .* GPUs divides") as caught:
         search(MODEL, base(), gpus=gpus, global_batch=batch, fixed=fixed, runtime=RUNTIMES[runtime], budget_s=2.0)
-    assert str(caught.value).endswith(f"; {mend}")
-    needless = [name for name in fixed if f"{name} " in f"{mend} "]
+    assert str(caught.value).endswith(f"; {remedy}")
+    needless = [name for name in fixed if f"{name} " in f"{remedy} "]
     if needless:
         assert all(every({k: v for k, v in fixed.items() if k != name}) for name in needless)
-    elif "fewer" in mend:
+    elif "fewer" in remedy:
         assert every({})
     else:
-        assert not every({}) and bool(every(fixed, "any")) == ("--for" in mend)
+        assert not every({}) and bool(every(fixed, "any")) == ("--for" in remedy)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_plans_fit_in_memory(memory: float) -> None:
     assert timeline.fits and max(timeline.peak_gib) <= memory * (1 + 1e-9)
 
 
-def test_when_nothing_fits_the_error_names_rank_and_mend() -> None:
+def test_when_nothing_fits_the_error_names_rank_and_remedy() -> None:
     costs = hybrid(memory=2.0)
     with pytest.raises(DoesNotFitError, match=r"rank \d.*GiB.*what would help"):
         tune(costs, RANKS, MICRO_BATCHES, method="octopipe", recompute=False, budget_s=10)

@@ -88,7 +88,7 @@ def test_plans_stay_within_a_tight_memory_limit(share: float) -> None:
     assert timeline.peak_bytes.max() <= share * need + 1
 
 
-def test_when_nothing_fits_the_error_names_rank_amount_and_mend() -> None:
+def test_when_nothing_fits_the_error_names_rank_amount_and_remedy() -> None:
     costs = uneven(0, 8, rank_memory_bytes=(1.0,))
     with pytest.raises(DoesNotFitError, match=r"rank \d"):
         tune(costs, 2, 4, iterations=50, workers=1)

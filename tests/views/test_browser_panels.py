@@ -163,7 +163,7 @@ def test_every_panel_follows_what_if(seen: Seen, tmp_path: Path, priced: CostTab
         assert f"{twin.peak_gib[0]:.1f} GiB" in text or f"{max(twin.peak_gib):.1f} GiB" in text
     assert f"{100 * twin.bubble_ratio:.1f} % bubble" in card and "lower bound" not in card and "what if" in card.lower()
     assert f"{100 * twin.bubble_ratio:.2f} %" in table and f"{100 * twin.overlap.rate:.1f} %" in table
-    assert f"{twin.bubbles.boundary_ms.mean():.2f} ms" in table and "not for what if" in table
+    assert f"{twin.bubbles.boundary_ms.mean():.2f} ms" in table and "not proven for changed times" in table
     assert f"{100 * rate['mfu']:.1f} %" in setup and "what if" in setup
     bar = page.locator("[data-panel=bubbles] .bar").nth(2).get_attribute("aria-label")
     assert f"computing {twin.busy_ms[2]:.1f} ms" in bar and f"boundary {twin.bubbles.boundary_ms[2]:.1f} ms" in bar
@@ -283,7 +283,7 @@ def test_the_head_tells_the_set_up_and_what_it_achieves(seen: Seen, tmp_path: Pa
 def test_a_bound_above_the_step_is_not_compared_with_it(seen: Seen, tmp_path: Path, priced: CostTable) -> None:
     page = seen.open(_written(tmp_path, _entry(priced, lower_bound_ms=1e6)))
     assert "lower bound" not in page.locator(".kpi").inner_text()
-    assert "not for these costs" in page.get_by_role("table").inner_text()
+    assert "not proven for these costs" in page.get_by_role("table").inner_text()
 
 
 def test_plans_of_different_set_ups_each_tell_their_own(seen: Seen, tmp_path: Path, priced: CostTable) -> None:

@@ -38,7 +38,7 @@ from octopipe.views.reproduce.reading import (
 from octopipe.views.reproduce.row import Result, Row, Values
 from octopipe.views.reproduce.row import baseline as plain
 from octopipe.views.reproduce.runner import chosen, run_parts
-from octopipe.views.reproduce.store import Shelf, read_kept, write_kept
+from octopipe.views.reproduce.store import ResultStore, read_kept, write_kept
 
 LABELS = {
     "fig:pipeline_phases", "tab:existing_methods", "fig:combined_1f1b_heter_bubble", "fig:3_co_opt",
@@ -108,7 +108,7 @@ def test_a_claim_that_differs_must_say_why_and_a_construction_that_fails_is_a_de
         Row.number("x", "x", 2.0, plain(1.0))
     with pytest.raises(OctoPipeError, match="no tested reason why"):
         Row.number("x", "x", 2.0, plain(1.0), why="said, and not tested")
-    with pytest.raises(OctoPipeError, match="mend the code"):
+    with pytest.raises(OctoPipeError, match="remedy the code"):
         Row.constructed("x", "x", 8.0, 7.0, False)
 
 
@@ -322,14 +322,14 @@ def test_a_search_is_the_same_twice_and_kept_on_disk(tmp_path: Path) -> None:
     costs = tiny_model()
     options = Options(iterations=40, rounds=5)
     for tuner in ("search", "algorithm1"):
-        first = Bench(options=options, shelf=Shelf(folder=tmp_path / "a")).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
-        second = Bench(options=options, shelf=Shelf(folder=tmp_path / "b")).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
+        first = Bench(options=options, store=ResultStore(folder=tmp_path / "a")).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
+        second = Bench(options=options, store=ResultStore(folder=tmp_path / "b")).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
         assert (first.stages, first.orders) == (second.stages, second.orders)
         said: list[str] = []
-        shelf = Shelf(folder=tmp_path / "a")
-        kept = Bench(options=options, shelf=shelf, say=said.append).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
+        store = ResultStore(folder=tmp_path / "a")
+        kept = Bench(options=options, store=store, say=said.append).plan(tuner, costs, 2, 4)  # type: ignore[arg-type]
         assert (kept.stages, kept.orders, said) == (first.stages, first.orders, [])
-    other = Bench(options=options, shelf=Shelf(folder=tmp_path / "a"), say=said.append)
+    other = Bench(options=options, store=ResultStore(folder=tmp_path / "a"), say=said.append)
     other.plan("search", read(costs, Reading(head=2.0), hidden=64), 2, 4)
     assert len(said) == 1
 
@@ -344,16 +344,16 @@ def test_the_last_bit_of_a_cost_is_no_other_question() -> None:
 
 def test_kept_plans_come_back_and_plans_of_other_code_only_where_asked(tmp_path: Path) -> None:
     plan = build_plan("1f1b", tiny_model(), 2, 4)
-    shelf = Shelf(folder=tmp_path)
-    shelf.put("key", "yesterday", plan, {"optimal": True})
-    assert Shelf(folder=tmp_path).get("key", "today") is None
-    assert Shelf(folder=tmp_path).get("key", "yesterday") is not None
-    assert Shelf(folder=tmp_path, any_code=True).get("key", "today") is not None
-    write_kept(tmp_path / "kept", shelf.plans)
+    store = ResultStore(folder=tmp_path)
+    store.put("key", "yesterday", plan, {"optimal": True})
+    assert ResultStore(folder=tmp_path).get("key", "today") is None
+    assert ResultStore(folder=tmp_path).get("key", "yesterday") is not None
+    assert ResultStore(folder=tmp_path, any_code=True).get("key", "today") is not None
+    write_kept(tmp_path / "kept", store.plans)
     first = (tmp_path / "kept").read_bytes()
     again = read_kept(tmp_path / "kept")["key"]
     assert (again.stages, again.orders, again.extra["optimal"]) == (plan.stages, plan.orders, True)
-    write_kept(tmp_path / "kept", shelf.plans)
+    write_kept(tmp_path / "kept", store.plans)
     assert (tmp_path / "kept").read_bytes() == first
 
 
@@ -364,14 +364,14 @@ def test_a_check_searches_nothing_that_is_not_kept(tmp_path: Path) -> None:
 
 def test_a_plan_that_is_searched_again_must_be_the_same(tmp_path: Path) -> None:
     costs, options = tiny_model(), Options(rounds=5)
-    shelf = Shelf(any_code=True)
-    bench = Bench(options=options, shelf=shelf)
+    store = ResultStore(any_code=True)
+    bench = Bench(options=options, store=store)
     bench.plan("algorithm1", costs, 2, 4)
-    Bench(options=options, shelf=shelf, search_again=lambda c, m: True).plan("algorithm1", costs, 2, 4)
+    Bench(options=options, store=store, search_again=lambda c, m: True).plan("algorithm1", costs, 2, 4)
     (key,) = bench.asked
-    shelf.plans[key] = build_plan("gpipe", costs, 2, 4)
+    store.plans[key] = build_plan("gpipe", costs, 2, 4)
     with pytest.raises(OctoPipeError, match="another plan"):
-        Bench(options=options, shelf=shelf, search_again=lambda c, m: True).plan("algorithm1", costs, 2, 4)
+        Bench(options=options, store=store, search_again=lambda c, m: True).plan("algorithm1", costs, 2, 4)
 
 
 # -- words ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from octopipe.views.reproduce.page import PLANS, page_of_rows, rounded, stale
 from octopipe.views.reproduce.parts import parts
 from octopipe.views.reproduce.row import OUTCOMES
 from octopipe.views.reproduce.runner import chosen
-from octopipe.views.reproduce.store import Shelf, read_kept
+from octopipe.views.reproduce.store import ResultStore, read_kept
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FOLDER = DOCS / "reproduction.md", DOCS / "reproduction"
@@ -55,7 +55,7 @@ def test_the_page_is_what_this_code_writes_of_its_rows() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_come_out_again_of_the_kept_plans(name: str) -> None:
-    bench = Bench(options=_options(), shelf=Shelf(any_code=True, plans=read_kept(FOLDER / PLANS)), searches=False)
+    bench = Bench(options=_options(), store=ResultStore(any_code=True, plans=read_kept(FOLDER / PLANS)), searches=False)
     made = [row.as_dict() for row in chosen([name], parts())[0].run(bench).rows]
     assert json.loads(json.dumps(rounded(made))) == _parts()[name]
 

@@ -122,7 +122,7 @@ class _Made:
         try:
             self.pack.pack_into(block, 0, 0, *arguments.words)
         except struct.error:
-            raise OverflowError("a kernel takes whole numbers of 64 bits") from None
+            raise OverflowError("a kernel takes 64-bit integers") from None
         self.entry(ctypes.addressof(block))
         arguments.write_back()
         failed = _NUMBER.unpack_from(block)[0]

@@ -38,7 +38,7 @@ class Expressions(Text):
     """Names that have a value on every control-flow path to this point; None if this point is unreachable."""
 
     def unknown(self, node: ast.AST) -> Any:
-        raise TypeError(f"{type(node).__name__} is not part of the kernels' language")
+        raise TypeError(f"{type(node).__name__} is not supported in a kernel")
 
     def of(self, node: ast.expr) -> Value:
         value: Value = getattr(self, f"of_{type(node).__name__}", self.unknown)(node)
@@ -56,12 +56,12 @@ class Expressions(Text):
     def of_Name(self, node: ast.Name) -> Value:
         if node.id in self.locals:
             if self.defined is not None and node.id not in self.defined:
-                raise TypeError(f"{node.id} may have no value here; assign it on every way that leads here")
+                raise TypeError(f"{node.id} may have no value here; assign it on every path that leads here")
             return self.variable(node.id)
         for place in (self.outer, self.python.__globals__, vars(builtins)):
             if node.id in place:
                 return python_value(place[node.id])
-        raise TypeError(f"{node.id} is not known here")
+        raise TypeError(f"{node.id} is not defined here")
 
     def of_Attribute(self, node: ast.Attribute) -> Value:
         base = self.of(node.value)
@@ -96,18 +96,18 @@ class Expressions(Text):
     def of_parts(self, base: Value, at: ast.expr) -> Value:
         """Return an element of a tuple, or of a table of constants; only a table may be indexed by a variable."""
         if isinstance(at, ast.Slice):
-            raise TypeError("a tuple has no slices; name its parts")
+            raise TypeError("a tuple cannot be sliced; use its elements")
         index = self.of(at)
         if index.type not in (INT, UINT):
-            raise TypeError("an index is a whole number")
+            raise TypeError("an index must be an integer")
         parts = self.parts(base)
         if index.const is not None:
             return parts[index.const]
         if not isinstance(base.type, Known):
-            raise TypeError("an index of a tuple is a constant")
+            raise TypeError("the index of a tuple must be a constant")
         kinds = {part.type for part in parts}
         if kinds != {INT} and kinds != {FLOAT}:
-            raise TypeError("a table is a tuple of whole numbers, or of real ones, not of both")
+            raise TypeError("a table must be a tuple of integers or of floats, not of both")
         item, place = self.module.table(tuple(part.const for part in parts))
         array = Value(Array(item, 1), [place, str(len(parts))])
         return self.load(item, self.address(array, [self.convert(index, INT).regs[0]]))
@@ -115,7 +115,7 @@ class Expressions(Text):
     def part(self, array: Value, cut: ast.Slice) -> Value:
         """Return a slice of an array's first dimension; its bounds are clipped to the array, as in numpy."""
         if cut.step is not None:
-            raise TypeError("a slice has no step")
+            raise TypeError("a slice cannot have a step")
         if not isinstance(array.type, Array):
             raise TypeError(f"{array.type} has no elements")
         length = array.regs[1]
@@ -130,7 +130,7 @@ class Expressions(Text):
         """Return one bound of a slice: a negative one counts from the end, and the result is clipped to the array."""
         value = self.of(node)
         if value.type not in (INT, UINT):
-            raise TypeError("a border of a slice is a whole number")
+            raise TypeError("the bounds of a slice must be integers")
         at = self.convert(value, INT).regs[0]
         if value.const is None or value.const < 0:
             behind = self.reg(f"add i64 {at}, {length}")
@@ -150,7 +150,7 @@ class Expressions(Text):
     def index(self, array: Value, k: int, node: ast.expr) -> str:
         value = self.of(node)
         if value.type not in (INT, UINT):
-            raise TypeError(f"an index is a whole number, not {value.type}")
+            raise TypeError(f"an index must be an integer, not {value.type}")
         if value.const is not None and value.const < 0:
             return self.reg(f"add nsw i64 {array.regs[1 + k]}, {value.const}")
         return self.convert(value, INT).regs[0]
@@ -164,7 +164,7 @@ class Expressions(Text):
         if not isinstance(node.op, ast.USub):
             self.unknown(node.op)
         if value.type == UINT:
-            raise TypeError("a number without a sign has no negative")
+            raise TypeError("an unsigned integer cannot be negated")
         if value.const is not None:
             return number(-value.const)
         if value.type == FLOAT:
@@ -177,14 +177,14 @@ class Expressions(Text):
     def binary(self, op: type[ast.operator], a: Value, b: Value) -> Value:
         if a.type == b.type == BOOL:
             if op not in BITS:
-                raise TypeError(f"{op.__name__} of two truth values differs between numpy and Python; use int()")
+                raise TypeError(f"{op.__name__} of two booleans differs between numpy and Python; use int()")
             return Value(BOOL, [self.reg(f"{INTS[op]} i1 {a.regs[0]}, {b.regs[0]}")])
         if op is ast.Pow:
             return self.power(a, b)
         type_, x, y = self.alike(a, b, FLOAT if op is ast.Div else INT)
         if type_ == FLOAT:
             if op not in FLOATS:
-                raise TypeError(f"{op.__name__} is for whole numbers")
+                raise TypeError(f"{op.__name__} is defined for integers only")
             return Value(FLOAT, [self.reg(f"{FLOATS[op]} double {x}, {y}")])
         if op in INTS:
             return Value(type_, [self.reg(f"{INTS[op]} i64 {x}, {y}")])
@@ -198,7 +198,7 @@ class Expressions(Text):
         if FLOAT not in (a.type, b.type):
             if b.const == 2 and not isinstance(b.const, bool):
                 return self.binary(ast.Mult, a, a)
-            raise TypeError("of powers of whole numbers only the square is supported; use float()")
+            raise TypeError("the only supported power of an integer is its square; use float()")
         # Call the C library's pow, as CPython does. "nobuiltin" keeps LLVM from recognising it: LLVM would turn a power
         # of 2 into a product, which is rounded differently (by 1 unit in the last place for about one number in a
         # thousand).
@@ -262,7 +262,7 @@ class Expressions(Text):
 
     def compared(self, op: ast.cmpop, left: Value, right: Value) -> str:
         if type(op) not in ORDERS and not isinstance(op, ast.Eq | ast.NotEq):
-            raise TypeError(f"{type(op).__name__} is not part of the kernels' language")
+            raise TypeError(f"{type(op).__name__} is not supported in a kernel")
         type_, x, y = self.alike(left, right)
         if isinstance(op, ast.Eq | ast.NotEq):
             equal = isinstance(op, ast.Eq)
@@ -282,7 +282,9 @@ class Expressions(Text):
             if as_value:
                 value = self.of(one)
                 if value.type != BOOL:
-                    raise TypeError("`and` and `or` of numbers give one of them in Python; compare, or use if ... else")
+                    raise TypeError(
+                        "`and` and `or` of numbers return a number in Python; compare them, or use if ... else"
+                    )
                 reg = value.regs[0]
             else:
                 reg = self.truth(one)
@@ -310,14 +312,14 @@ class Expressions(Text):
 
     def of_Call(self, node: ast.Call) -> Value:
         if any(k.arg is None for k in node.keywords):
-            raise TypeError("** is not part of the kernels' language")
+            raise TypeError("** is not supported in a kernel")
         if isinstance(node.func, ast.Attribute):
             base = self.of(node.func.value)
             if isinstance(base.type, Array):
                 if node.args or node.keywords:
                     raise TypeError(f"{node.func.attr}() takes no arguments in a kernel")
                 if node.func.attr not in functions.METHODS:
-                    raise TypeError(f"an array's {node.func.attr}() is not part of the kernels' language")
+                    raise TypeError(f"an array's {node.func.attr}() is not supported in a kernel")
                 return functions.METHODS[node.func.attr](self, base)
         called = self.of(node.func).type
         if not isinstance(called, Known):
@@ -326,12 +328,12 @@ class Expressions(Text):
         named = {str(k.arg): self.of(k.value) for k in node.keywords}
         if hasattr(called.thing, "kernel"):
             if named:
-                raise TypeError("another kernel is called by position")
+                raise TypeError("a kernel takes positional arguments only")
             return self.call(called.thing.kernel, given)
         if isinstance(called.thing, type) and issubclass(called.thing, tuple) and hasattr(called.thing, "_fields"):
             return self.named_tuple(called.thing, given, named)
         if called.thing not in functions.FUNCTIONS:
-            raise TypeError(f"{getattr(called.thing, '__name__', called.thing)} is not part of the kernels' language")
+            raise TypeError(f"{getattr(called.thing, '__name__', called.thing)} is not supported in a kernel")
         return functions.FUNCTIONS[called.thing](self, *given, **named)
 
     def named_tuple(self, kind: Any, given: list[Value], named: dict[str, Value]) -> Value:
@@ -347,9 +349,9 @@ class Expressions(Text):
         """Call another kernel."""
         name, type_, may_fail = self.module.function(python, tuple(v.type for v in given))
         if type_ is None:
-            raise TypeError(f"{python.__name__} calls itself")
+            raise TypeError(f"{python.__name__} calls itself, and kernels cannot be recursive")
         if "ptr" in words(type_):
-            raise TypeError(f"{python.__name__} returns an array, which only Python can take")
+            raise TypeError(f"{python.__name__} returns an array, which only Python code can receive")
         struct = "{ " + ", ".join(words(type_)) + " }"
         passed = ["ptr %err", *(f"{w} {r}" for v in given for w, r in zip(words(v.type), v.regs, strict=True))]
         result = self.reg(f"call {struct} @{name}({', '.join(passed)})")

@@ -68,10 +68,10 @@ def _item(dtype: Value | None, default: str) -> str:
 
 def _lengths(text: Any, shape: Value) -> list[str]:
     if text.loops:
-        raise TypeError("an array is made outside of loops; make it before the loop, or in a kernel of its own")
+        raise TypeError("an array cannot be created inside a loop; create it before the loop, or in a separate kernel")
     each = text.parts(shape) if isinstance(shape.type, Tuple | Known) else [shape]
     if any(n.type not in (INT, UINT) for n in each):
-        raise TypeError("a length is a whole number")
+        raise TypeError("a length must be an integer")
     return [text.convert(n, INT).regs[0] for n in each]
 
 
@@ -102,7 +102,7 @@ def _max(text: Text, array: Value) -> Value:
     """Return the largest element of an array; an empty array raises ValueError."""
     item = array.type.item
     stored, type_, _ = ITEMS[item]
-    text.fail_if(text.reg(f"icmp eq i64 {text.size(array)}, 0"), ValueError, "the largest of no elements")
+    text.fail_if(text.reg(f"icmp eq i64 {text.size(array)}, 0"), ValueError, "the maximum of an empty array")
     at, best = text.room("i64"), text.room(LLVM[type_])
     text.line(f"store i64 1, ptr {at}")
     text.line(f"store {LLVM[type_]} {text.load(item, array.regs[0]).regs[0]}, ptr {best}")
@@ -124,7 +124,7 @@ def _max(text: Text, array: Value) -> Value:
 
 def _search(text: Any, array: Value, value: Value, side: Value | None = None) -> Value:
     if not isinstance(array.type, Array) or array.type.ndim != 1:
-        raise TypeError("np.searchsorted looks in an array of one dimension")
+        raise TypeError("np.searchsorted needs an array of one dimension")
     if side is not None and side.type not in (Known("left"), Known("right")):
         raise TypeError('the side is "left" or "right"')
     if not isinstance(value.type, str) or (value.type == FLOAT and read_as(array) != FLOAT):

@@ -83,7 +83,7 @@ class Body(Expressions):
             self.put(ast.Name(parameter), Value(type_, regs))
         self.block(self.tree.body)
         if True in self.returns and (False in self.returns or self.defined is not None):
-            raise TypeError(f"{self.file}:{self.tree.lineno}: a kernel cannot do this: not every way returns a value")
+            raise TypeError(f"{self.file}:{self.tree.lineno}: a kernel cannot do this: not every path returns a value")
         self.begin("exit")
         returned = self.types.setdefault(RETURNED, Tuple(()))
         result = self.variable(RETURNED) if RETURNED in self.slots else Value(returned, [])
@@ -106,7 +106,8 @@ class Body(Expressions):
         told = self.tree.args
         if told.posonlyargs or told.kwonlyargs or told.vararg or told.kwarg or told.defaults:
             raise TypeError(
-                f"{self.file}:{self.tree.lineno}: a kernel cannot do this: its arguments are plain names, no defaults"
+                f"{self.file}:{self.tree.lineno}: a kernel cannot do this: "
+                "its parameters must be plain names without defaults"
             )
         if len(told.args) != count:
             raise TypeError(f"{self.python.__name__} takes {len(told.args)} arguments, not {count}")
@@ -165,7 +166,7 @@ class Body(Expressions):
             if isinstance(value.type, Known):
                 value = self.tuple_of(self.parts(value))
             if isinstance(value.type, Tuple) and value.type.names:
-                raise TypeError("a named tuple stays inside kernels; return its parts")
+                raise TypeError("a kernel cannot return a named tuple; return its elements")
             self.assign(RETURNED, value)
         self.leave("br label %exit")
         self.defined = None
@@ -183,7 +184,7 @@ class Body(Expressions):
         if isinstance(node.target, ast.Subscript):
             array, indices = self.element(node.target)
             if len(indices) < array.type.ndim:
-                raise TypeError("a whole row is not changed in place; change its elements")
+                raise TypeError("a whole row cannot be assigned; assign its elements")
             address = self.address(array, indices)
             now = self.load(array.type.item, address)
             self.store(array.type.item, address, self.binary(type(node.op), now, self.of(node.value)))
@@ -238,7 +239,7 @@ class Body(Expressions):
 
     def do_While(self, node: ast.While) -> None:
         if node.orelse:
-            raise TypeError("a loop has no else")
+            raise TypeError("a loop cannot have an else branch")
         test, body, end = self.label(), self.label(), self.label()
         self.begin(test)
         self.branch(self.truth(node.test), body, end)
@@ -261,20 +262,20 @@ class Body(Expressions):
 
     def do_For(self, node: ast.For) -> None:
         if node.orelse:
-            raise TypeError("a loop has no else")
+            raise TypeError("a loop cannot have an else branch")
         if isinstance(node.iter, ast.Tuple):
             self.for_each(node, self.parts(self.of(node.iter)))
             return
         if not isinstance(node.iter, ast.Call) or self.of(node.iter.func).type != Known(range):
-            raise TypeError("a loop runs over a range or over a tuple")
+            raise TypeError("a loop must iterate over a range or a tuple")
         if node.iter.keywords or not 1 <= len(node.iter.args) <= 3:
-            raise TypeError("a range has one to three numbers")
+            raise TypeError("range takes one to three arguments")
         given = [self.of(a) for a in node.iter.args]
         if any(value.type not in (INT, UINT) for value in given):
-            raise TypeError("a range is of whole numbers")
+            raise TypeError("the arguments of range must be integers")
         step = given[2].const if len(given) > 2 else 1
         if not isinstance(step, int) or isinstance(step, bool) or step == 0:
-            raise TypeError("the step of a range is a constant, and not 0")
+            raise TypeError("the step of a range must be a constant other than 0")
         type_, first, stop = self.alike(given[0] if len(given) > 1 else number(0), given[min(1, len(given) - 1)], INT)
         at, end = self.room("i64"), self.label()
         self.line(f"store i64 {first}, ptr {at}")

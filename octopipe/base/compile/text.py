@@ -197,7 +197,9 @@ class Text:
             # A literal takes the other's type.
             literal = a if a.const is not None else b
             if literal.const is None or literal.const < 0 or literal.type == UINT:
-                raise TypeError("a number with a sign and one without; convert one: np.uint64(), np.int64()")
+                raise TypeError(
+                    "a signed and an unsigned integer cannot be mixed; convert one: np.uint64(), np.int64()"
+                )
             to = b.type if literal is a else a.type
         else:
             to = joined(a.type, b.type)
@@ -211,7 +213,7 @@ class Text:
         above = self.reg(f"fcmp oge double {reg}, {low}")
         below = self.reg(f"fcmp olt double {reg}, {high}")
         outside = self.reg(f"xor i1 {self.reg(f'and i1 {above}, {below}')}, true")
-        self.fail_if(outside, ValueError, "a number that no whole number can hold")
+        self.fail_if(outside, ValueError, "a float outside the range of integers")
 
     def pick(self, condition: str, type_: str, a: str, b: str) -> Value:
         return Value(type_, [self.reg(f"select i1 {condition}, {LLVM[type_]} {a}, {LLVM[type_]} {b}")])
@@ -306,10 +308,10 @@ class Text:
         """Return the parts of a tuple."""
         if isinstance(value.type, Known) and isinstance(value.type.thing, tuple):
             if not all(isinstance(x, bool | int | float) for x in value.type.thing):
-                raise TypeError("a tuple of constants holds numbers")
+                raise TypeError("a tuple of constants may contain numbers only")
             return [number(x) for x in value.type.thing]
         if not isinstance(value.type, Tuple):
-            raise TypeError(f"{value.type} has no parts")
+            raise TypeError(f"{value.type} has no elements")
         out, at = [], 0
         for part in value.type.parts:
             n = len(words(part))

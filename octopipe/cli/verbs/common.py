@@ -76,14 +76,15 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
         raise OctoPipeError(f"--imbalance changes nothing for {model}: {idle}; leave it out")
     for name in of_a_model():
         if name != "imbalance" and getattr(args, name, None) is not None:
-            mend = "leave it out"
+            remedy = "leave it out"
             if name in PROFILED and "J" in table.symbols:
-                mend = (
+                remedy = (
                     f"measure with it (octopipe profile {flag_of(name)} ...), or give the model's config.json or preset"
                     + (f", which prices the {name} of every sequence" if name in ("images", "recordings") else "")
                 )
             raise OctoPipeError(
-                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be recomputed; {mend}"
+                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be recomputed; "
+                f"{remedy}"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1

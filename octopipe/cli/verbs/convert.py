@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "huggingface" and not args.model:
         raise OctoPipeError("--to huggingface needs --model, the config.json or folder the run was trained from")
     if args.to == "dcp" and args.dtype:
-        raise OctoPipeError("--dtype is for --to huggingface; a DCP folder holds what was saved")
+        raise OctoPipeError("--dtype is for --to huggingface; a DCP folder keeps the dtypes that were saved")
     with needs_torch():
+        from octopipe.runtime.training.checkpoint_folder import resolve
         from octopipe.runtime.training.convert import to_dcp, to_huggingface
-        from octopipe.runtime.training.shelf import resolve
     path = resolve(args.checkpoint, args.step)
     if args.to == "huggingface":
         count = to_huggingface(path, args.output, source=args.model, dtype=args.dtype)

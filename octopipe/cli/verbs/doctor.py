@@ -50,7 +50,7 @@ class Finding:
     state: str
     """"ok", "note" (missing, but not required) or "broken"."""
     found: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     width = max(len(finding.name) for finding in findings)
     colours = {OK: "green", NOTE: "dim", BROKEN: "red"}
     for f in findings:
-        mend = f"; {f.mend}" if f.mend else ""
+        remedy = f"; {f.remedy}" if f.remedy else ""
         out.print(
-            f"[{colours[f.state]}]{f.state:<6}[/]  {named(f.name):<{width}}  {named(f.found + mend)}", soft_wrap=True
+            f"[{colours[f.state]}]{f.state:<6}[/]  {named(f.name):<{width}}  {named(f.found + remedy)}", soft_wrap=True
         )
     if broken:
         out.print(f"[bold]{len(broken)} of {len(findings)} are broken:[/] {named(', '.join(f.name for f in broken))}")
@@ -85,7 +85,7 @@ def examined() -> Iterator[Finding]:
             yield from check()
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            yield Finding(name=check.__name__.replace("_", " "), state=BROKEN, found=f"cannot be looked at ({why})")
+            yield Finding(name=check.__name__.replace("_", " "), state=BROKEN, found=f"could not be checked ({why})")
 
 
 def python() -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def python() -> Iterator[Finding]:
     good = sys.version_info >= (3, 11)
     yield Finding(
         name="Python", state=OK if good else BROKEN, found=f"{version}, {sys.executable}",
-        mend="" if good else "use Python 3.11 or newer",
+        remedy="" if good else "use Python 3.11 or newer",
     )  # fmt: skip
     from octopipe import __version__
 
@@ -109,7 +109,7 @@ def packages() -> Iterator[Finding]:
             yield Finding(name=name, state=OK, found=importlib.metadata.version(name))
         except Exception as error:
             why = " ".join(str(error).split())[:120]
-            yield Finding(name=name, state=BROKEN, found=f"does not load ({why})", mend=f"pip install {name}")
+            yield Finding(name=name, state=BROKEN, found=f"cannot be imported ({why})", remedy=f"pip install {name}")
 
 
 def kernel_compiler() -> Iterator[Finding]:
@@ -123,8 +123,8 @@ def kernel_compiler() -> Iterator[Finding]:
     # Two equal stages, two micro-batches, F = 1 and B = 2: (2 + 2 - 1) x 3.
     good = abs(found - 9.0) < 1e-9
     yield Finding(
-        name="kernels", state=OK if good else BROKEN, found="compiled and run" if good else f"9 came out as {found}",
-        mend="" if good else "empty the cache folder",
+        name="kernels", state=OK if good else BROKEN, found="compiled and run" if good else f"{found} instead of 9",
+        remedy="" if good else "empty the cache folder",
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def cache() -> Iterator[Finding]:
             name="cache folder",
             state=BROKEN,
             found="none can be written",
-            mend="set OCTOPIPE_CACHE_DIR to a folder of yours",
+            remedy="set OCTOPIPE_CACHE_DIR to a folder of yours",
         )
         return
     asked = os.environ.get("OCTOPIPE_CACHE_DIR", "")
@@ -145,13 +145,13 @@ def cache() -> Iterator[Finding]:
     if asked and os.path.realpath(asked) != os.path.realpath(place):
         yield Finding(
             name="cache folder", state=NOTE, found=f"{place}, not OCTOPIPE_CACHE_DIR={asked}",
-            mend="that one is not writable by you alone (chmod 700)",
+            remedy="other users can write to that folder (chmod 700)",
         )  # fmt: skip
         return
     low = free < 1.0
     yield Finding(
         name="cache folder", state=NOTE if low else OK, found=f"{place}, {free:.1f} GiB free",
-        mend="make room: tokenized text is kept there" if low else "",
+        remedy="free space: tokenized text is cached there" if low else "",
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def shared_memory() -> Iterator[Finding]:
     yield Finding(
         name="shared memory", state=BROKEN if small else OK,
         found=f"/dev/shm {use.total / GIB:.2f} GiB, {use.free / GIB:.2f} free",
-        mend="start the container with --shm-size 1g, or remove stale files" if small else "",
+        remedy="start the container with --shm-size 1g, or remove stale files" if small else "",
     )  # fmt: skip
 
 
@@ -188,8 +188,10 @@ def loopback() -> Iterator[Finding]:
             out.sendall(b"hello")
             good = come.recv(5) == b"hello"
     yield Finding(
-        name="loopback", state=OK if good else BROKEN, found=f"127.0.0.1 talks to itself (port {port} was free)",
-        mend="" if good else "allow connections to 127.0.0.1",
+        name="loopback",
+        state=OK if good else BROKEN,
+        found=f"connections to 127.0.0.1 {'work' if good else 'lose data'} (port {port} was free)",
+        remedy="" if good else "allow connections to 127.0.0.1",
     )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     yield Finding(
-        name="open files", state=NOTE if few else OK, found=f"limit {soft}", mend=f"ulimit -n {hard}" if few else ""
+        name="open files", state=NOTE if few else OK, found=f"limit {soft}", remedy=f"ulimit -n {hard}" if few else ""
     )
 
 
@@ -212,7 +214,7 @@ def extras() -> Iterator[Finding]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(
-                name=name, state=NOTE, found=f"not installed ({use})", mend=f'pip install "octopipe[{extra}]"'
+                name=name, state=NOTE, found=f"not installed ({use})", remedy=f'pip install "octopipe[{extra}]"'
             )
             continue
         if name == "torch":  # checked separately
@@ -222,7 +224,7 @@ def extras() -> Iterator[Finding]:
         needs = ".".join(map(str, oldest or ()))
         yield Finding(
             name=name, state=BROKEN if old else OK, found=f"{version}{f', older than {needs}' if old else ''}",
-            mend=f"pip install '{name}>={needs}'" if old else "",
+            remedy=f"pip install '{name}>={needs}'" if old else "",
         )  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def torch(start: Callable[..., subprocess.CompletedProcess[str]] = subprocess.ru
         done = start(command, capture_output=True, text=True, timeout=TORCH_S)
     except subprocess.TimeoutExpired:
         yield Finding(
-            name="torch", state=BROKEN, found=f"no answer within {TORCH_S:g} s", mend="is a GPU hung? try nvidia-smi"
+            name="torch", state=BROKEN, found=f"no answer within {TORCH_S:g} s", remedy="is a GPU hung? try nvidia-smi"
         )
         return
     lines = done.stdout.strip().splitlines()
@@ -246,7 +248,7 @@ def torch(start: Callable[..., subprocess.CompletedProcess[str]] = subprocess.ru
         rows = None
     if not isinstance(rows, list):
         last = " ".join(done.stderr.strip().splitlines()[-1:])[:200] or f"exit code {done.returncode}"
-        yield Finding(name="torch", state=BROKEN, found=f"does not load: {last}", mend="install torch again")
+        yield Finding(name="torch", state=BROKEN, found=f"cannot be imported: {last}", remedy="install torch again")
         return
-    for name, state, found, mend in rows:
-        yield Finding(name=name, state=state, found=found, mend=mend)
+    for name, state, found, remedy in rows:
+        yield Finding(name=name, state=state, found=found, remedy=remedy)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "perfetto": "a trace for ui.perfetto.dev and chrome://tracing (gzipped when OUT ends in .gz)",
     "svg": "a picture for papers",
-    "png": "the same picture in pixels (needs the extra octopipe[png])",
+    "png": "the same picture as PNG (needs the extra octopipe[png])",
     "csv": "one row per op and transfer",
     "torch-csv": "schedule CSV for torch.distributed.pipelining (--with-communication: sends and receives, too)",
     "pytorch": "the same, under its former name",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="MODULE:CONFIG",
-        help="torchtitan: write a module OUT.py whose config `planned` is this one with the plan's stages and "
+        help="torchtitan: write a module OUT.py whose config `planned` is this config with the plan's stages and "
         "schedule, e.g. llama3:llama3_8b",
     )
     add_cost_arguments(parser)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  a --pipeline-model-parallel-layout of Megatron-LM:  'Et*3|(tt|)*29,m|L'   (with --pp)\n"
         "  a --hybrid-layer-pattern of Megatron-LM:            'M-M*-|M-M--'         (with --pp)\n"
         "  a file that holds such a text\n"
-        "or times of layers, which become a profile (--model: the model they are of):\n"
+        "or times of layers, which become a profile (--model: the model that was measured):\n"
         "  a trace of torch.profiler (.json, .json.gz)\n"
         "  an export of Nsight Systems (.sqlite), or a CSV of its nsys stats about NVTX ranges\n"
         "  a CSV with a line of layer names and a line of times (or lines that begin with F, B, I, W)"

@@ -54,14 +54,14 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
             raise OctoPipeError(f"--{how} groups sequences of different length; give --lengths")
         return
     from octopipe.costs.resolve import resolve_spec
-    from octopipe.models.lengths import Batch, dealt, packed_groups, padded_groups, read_lengths
+    from octopipe.models.lengths import Batch, distributed, packed_groups, padded_groups, read_lengths
 
     how = how or ("dynamic" if getattr(args, "system", None) == "dynapipe" else "pad")
     if args.global_batch is not None:
         raise OctoPipeError(f"{args.lengths} determines how many sequences a step has; leave --global-batch out")
     for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
         if getattr(args, flag) is not None and how != only and batching is None:
-            raise OctoPipeError(f"{flag_of(flag)} has an effect with --{only} alone; leave it out with --{how}")
+            raise OctoPipeError(f"{flag_of(flag)} applies to --{only} only; leave it out with --{how}")
     lengths = read_lengths(args.lengths)
     spec = resolve_spec(model)
     if spec is None:
@@ -82,7 +82,7 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
     batch = Batch(groups=groups, packed=how == "pack")
     if (args.dp or 1) > 1:
         args.tokens_per_pipeline = round(batch.tokens / args.dp)
-        batch = Batch(groups=dealt(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
+        batch = Batch(groups=distributed(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
     args.micro_batch_lengths = [list(group) for group in batch.groups]
     args.packed = batch.packed or None
     args.micro_batches = len(batch.groups)

@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mtp",
         action="store_true",
-        help="plan multi-token prediction where it runs: as a path of its own (`octopipe train --mtp`), with --for "
-        "megatron as layers before the head",
+        help="plan multi-token prediction as a path of its own, as `octopipe train --mtp` "
+        "runs it (with --for megatron: as layers before the head)",
     )
     group.add_argument("--today", metavar="SIZES", help="the split you run now, e.g. tp=4,pp=8,vp=5, for comparison")
     group.add_argument(
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="treat splits within this share of the fastest as equally fast and select the simplest one with memory to "
         "spare (default: 0.02; 0: the fastest)",
     )
-    group.add_argument("--rows", type=whole_number, default=10, help="rows of the table (default: 10)")
+    group.add_argument("--rows", type=whole_number, default=10, help="number of rows of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="random seed of the tuner (default: 0)")
     parser.add_argument(
         "--why",
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         if "octopipe" not in args.system:
             return run_published(args, spec, base, gpus, fixed, published, None)
     screen = console(stderr=True)
-    live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
+    live: Any = screen.status("evaluating splits ...") if screen.is_terminal else nullcontext()
     found: Found | None = None
     unfit = ""
     with StopRequest() as stop, live as status:

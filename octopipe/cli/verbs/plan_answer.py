@@ -243,7 +243,7 @@ def changes(found: Found) -> list[str]:
     verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
     if gain < -0.0005:  # if sizes are fixed to values that differ from today's split
         verdict = f"{100 * (best.step_ms / today.step_ms - 1.0):.1f} % slower than today's"
-    unrun = f"; {found.unrun_today}, so it is no answer" if found.unrun_today else ""
+    unrun = f"; {found.unrun_today}, so it cannot be the answer" if found.unrun_today else ""
     pace = f"{today.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     out.append(f"{verdict} {today.split.words()} ({pace}{fits}){unrun}.")
     names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}

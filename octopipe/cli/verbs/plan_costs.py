@@ -13,7 +13,7 @@ from octopipe.cli.verbs.flags import add_fields, setting_from
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("costs, if a plan file does not contain them or others are wanted")
+    group = parser.add_argument_group("costs, if the plan file contains none or you want to use others")
     group.add_argument("--model", help="a preset, a layer-times file or a Hugging Face config.json")
     add_fields(group, without=("pp", "micro_batches"), says_default=False)
 

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
     )
-    add_encoder_arguments(parser, seq_default="default: 1024 tokens per image; --seq")
+    add_encoder_arguments(parser, seq_default="default: 1024 tokens per image, or --seq tokens per text")
     add_precision_arguments(parser)
     add_kernel_arguments(parser)
     parser.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")

@@ -104,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
         finished = run_parts(wanted, options, Path(args.output), progress=progress, fresh=args.fresh)
     if args.page:
         from octopipe.views.reproduce.page import write_page
-        from octopipe.views.reproduce.store import Shelf
+        from octopipe.views.reproduce.store import ResultStore
 
-        shelf = Shelf(folder=Path(args.output) / "plans")
-        write_page(Path(args.page), finished, options, shelf, complete=len(wanted) == len(parts()))
+        store = ResultStore(folder=Path(args.output) / "plans")
+        write_page(Path(args.page), finished, options, store, complete=len(wanted) == len(parts()))
     if args.json:
         print_json({f.part.name: f.result.as_dict() for f in finished})
     else:

@@ -70,9 +70,9 @@ def model_of(
             predictions=mtp,
         )
         if found.untrained_predictions:
-            _tell_untrained(name, found.untrained_predictions, "--mtp, which trains them, is not given")
+            _report_untrained_layers(name, found.untrained_predictions, "--mtp, which trains them, is not given")
         if found.fresh_predictions:
-            _tell_fresh(name, found.fresh_predictions)
+            _report_fresh_weights(name, found.fresh_predictions)
         return found
     if mtp is not None:
         raise OctoPipeError("--mtp is for transformers' models: octopipe's own layers predict one token; leave it out")
@@ -89,13 +89,13 @@ def model_of(
         raise OctoPipeError("--kernels liger is for transformers' models; give a config.json, or leave it out")
     if count := sum(isinstance(layer, Mtp) for layer in spec):
         spec = spec.without_mtp()
-        _tell_untrained(name, count, "octopipe's own layers have none")
+        _report_untrained_layers(name, count, "octopipe's own layers have none")
     if scaled or num_layers is not None:
         spec = spec.scaled(1.0 if scale is None else scale, num_layers=num_layers)
     return spec
 
 
-def _tell_untrained(name: str, count: int, why: str) -> None:
+def _report_untrained_layers(name: str, count: int, why: str) -> None:
     """Print on stderr, whatever the output format, that the model's prediction layers are left out."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.cli.verbs.text import counted
@@ -105,13 +105,13 @@ def _tell_untrained(name: str, count: int, why: str) -> None:
     console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 
-def _tell_fresh(name: str, count: int) -> None:
+def _report_fresh_weights(name: str, count: int) -> None:
     """Print that parameters of the prediction layers are newly initialised, since no weights were found."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.cli.verbs.text import counted
 
     what = f"{counted(count, 'parameter')} of its prediction layers"
-    text = f"{name} has no weights for {what}: they begin with fresh ones"
+    text = f"{name} has no weights for {what}: they are initialised randomly"
     console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 
@@ -132,7 +132,8 @@ def add_encoder_arguments(group: Any, *, seq_default: str) -> None:
         "--recordings",
         type=of_kind(ItemCounts()),
         metavar="N|FILE",
-        help="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
+        help="models with an audio tower: recordings per sequence, in the form of --images (with one tower, the same "
+        "as --images)",
     )
     group.add_argument(
         "--mtp",

@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`); default: 1f1b")
     parser.add_argument("--chunks", type=whole_number, help="stages per rank, for systems that interleave")
     parser.add_argument(
-        "--jitter", type=non_negative, default=0.03, metavar="SIGMA", help="spread of op times (default: 0.03)"
+        "--jitter",
+        type=non_negative,
+        default=0.03,
+        metavar="SIGMA",
+        help="sigma of the random variation of op times (default: 0.03)",
     )
 
     group = parser.add_argument_group("the network beyond a pod (default: as --hardware says, else one flat network)")
@@ -66,14 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--oversubscription",
         type=ratio,
         metavar="RATIO",
-        help="how much less bandwidth leaves a pod than its nodes can send (default: 1)",
+        help="bandwidth of the nodes of a pod over the bandwidth that leaves it (default: 1)",
     )
     group.add_argument(
         "--flows",
         type=whole_number,
         metavar="N",
-        help="flows per connection that switches spread over uplinks by a hash, so that some meet (default: switches "
-        "route by load)",
+        help="flows per connection that switches spread over uplinks by a hash, so that some "
+        "share one (default: switches route by load)",
     )
 
 
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError("--dp follows from the number of GPUs; leave it out")
     if args.lengths is not None:
         raise OctoPipeError(
-            "scale deals equal sequences out to pipelines; leave --lengths out and give their usual length to --seq"
+            "scale assumes sequences of equal length; leave --lengths out, and give their typical length with --seq"
         )
     if args.recompute == "auto":
         raise OctoPipeError("scale evaluates one split; give --recompute none, selective or full")

@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="additional layer-times or config.json files to offer")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="additional models for the page: layer-times or config.json files"
+    )
     parser.add_argument("--port", type=_port, default=8765, help="port (default: 8765; 0: any free port)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (default: this machine only; anyone who reaches another one can use it)",
+        help="address to listen on (default: 127.0.0.1; whoever can reach another address can use the page)",
     )
     parser.add_argument(
         "--hardware",
         metavar="FILE",
-        help="the page for whole clusters plans for this GPU and network (docs/cluster.md)",
+        help="GPU and network for which the page /plan plans (docs/cluster.md)",
     )
-    parser.add_argument("--stack", metavar="NAME", help="the page for whole clusters assumes this stack's rates")
+    parser.add_argument("--stack", metavar="NAME", help="stack whose efficiency rates the page /plan uses")
 
 
 def _port(text: str) -> int:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--system", help="a published system (`octopipe systems`); default: 1f1b")
-    what.add_argument("--plan", metavar="FILE", help="a plan file instead of a system")
+    what.add_argument("--plan", metavar="FILE", help="simulate this plan file instead of a system")
     add_setting_arguments(parser)
     parser.add_argument("--chunks", type=whole_number, help="stages per rank, for systems that interleave")
     parser.add_argument(

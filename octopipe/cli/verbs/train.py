@@ -130,8 +130,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     if profile is not None:
         refuse_other_precision(profile.mode, precision, args.profile)
     if plan is not None:
-        _tell_other_precision(plan, precision, args.plan)
-        _tell_recomputation(plan, args.plan)
+        _report_other_precision(plan, precision, args.plan)
+        _report_recomputation(plan, args.plan)
     return TrainJob(
         **{name: getattr(args, name) for name in PASSED_ON},
         spec=spec,
@@ -184,7 +184,7 @@ def _plan_and_ranks(
     return plan, nproc, tune_s, micro_batches
 
 
-def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
+def _report_other_precision(plan: Plan, precision: str, where: str) -> None:
     """Warn if a plan was made from times in another precision, so that its prediction does not hold for this run."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.costs.mode import mode_from_object
@@ -201,7 +201,7 @@ def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
         )
 
 
-def _tell_recomputation(plan: Plan, where: str) -> None:
+def _report_recomputation(plan: Plan, where: str) -> None:
     """Print a note if the plan's costs include recomputation inside the backward, which no op of the plan shows."""
     from octopipe.cli.verbs.common import console, named
     from octopipe.plans.setting import SETTING, checkpointed_by_prices
@@ -266,7 +266,7 @@ def lengths_from(
     Both are empty if all sequences have the same length.
     """
     from octopipe.base.errors import OctoPipeError
-    from octopipe.models.lengths import Batch, dealt_evenly, padded_groups, read_lengths
+    from octopipe.models.lengths import Batch, distributed_evenly, padded_groups, read_lengths
 
     setting = plan.extra.get("setting") if plan is not None else None
     planned = setting.get("micro_batch_lengths") if isinstance(setting, dict) else None
@@ -294,7 +294,7 @@ def lengths_from(
     else:
         cut = padded_groups(lengths, args.micro_batch_size or 1)
     tokens_of = Batch(groups=cut).tokens_of
-    return lengths, tuple(dealt_evenly(cut, args.dp, lambda group: float(tokens_of(group))))
+    return lengths, tuple(distributed_evenly(cut, args.dp, lambda group: float(tokens_of(group))))
 
 
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:

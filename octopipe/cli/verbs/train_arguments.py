@@ -36,7 +36,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the plan (default: --system 1f1b)").add_mutually_exclusive_group()
     what.add_argument("--plan", metavar="FILE", help="train with this plan")
     what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`)")
-    what.add_argument("--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for e.g. 10s")
+    what.add_argument(
+        "--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for this time, e.g. 10s"
+    )
     parser.add_argument(
         "--measure", action="store_true", help="with --tune: run plans, correct the costs, keep the fastest measured"
     )
@@ -53,10 +55,14 @@ def _add_size_arguments(size: Any) -> None:
         type=whole_number,
         help="tokens per sequence (default: as in --profile or in the profile --plan was made from, otherwise 128)",
     )
-    size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
-    add_encoder_arguments(size, seq_default="default: the plan's; 1024 tokens per image; --seq")
     size.add_argument(
-        "--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: likewise, otherwise 1)"
+        "--micro-batches", type=whole_number, help="micro-batches per step and pipeline (default: 2 x ranks)"
+    )
+    add_encoder_arguments(
+        size, seq_default="default: the plan's; otherwise 1024 tokens per image, or --seq tokens per text"
+    )
+    size.add_argument(
+        "--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: as for --seq, otherwise 1)"
     )
     add_length_arguments(size)
 
@@ -82,7 +88,7 @@ def _add_optimizer_arguments(training: Any) -> None:
         "--decay-steps",
         type=whole_number,
         metavar="N",
-        help="with --schedule wsd: length of the decay (default: a tenth)",
+        help="with --schedule wsd: length of the decay (default: a tenth of the steps)",
     )
     training.add_argument(
         "--weight-decay",
@@ -94,7 +100,9 @@ def _add_optimizer_arguments(training: Any) -> None:
         "--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="betas of Adam (default: 0.9,0.95)"
     )
     training.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
-    training.add_argument("--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: any (default: 1)")
+    training.add_argument(
+        "--clip", type=non_negative, default=1.0, help="maximum gradient norm; 0: no clipping (default: 1)"
+    )
     training.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="the optimizer (default: adamw)"
     )
@@ -128,18 +136,22 @@ def _add_machine_arguments(training: Any) -> None:
         "--seed", type=seed_number, default=0, help="random seed of parameters, data and tuner (default: 0)"
     )
     training.add_argument(
-        "--profile", metavar="FILE", help="costs from `octopipe profile`, not from a quick measurement"
+        "--profile", metavar="FILE", help="costs that `octopipe profile` wrote, instead of a quick measurement"
     )
     training.add_argument(
         "--adapt",
         type=whole_number,
         metavar="N",
-        help="every N steps, tune on measured times and switch if it is faster",
+        help="every N steps, tune with the measured times, and switch to the new plan if it is faster",
     )
     training.add_argument("--no-measure", action="store_true", help="start without measuring or predicting")
     training.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
     training.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="TIME", help="limit for any wait (default: 300s)"
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        metavar="TIME",
+        help="maximum time of any wait for other ranks (default: 300s)",
     )
 
 
@@ -173,13 +185,19 @@ def _add_data_arguments(group: Any) -> None:
 
 
 def _add_output_arguments(kept: Any) -> None:
-    kept.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; saves at the end (see --save-every)")
+    kept.add_argument(
+        "--checkpoint", metavar="DIR", help="folder for checkpoints; one is saved at the end, others with --save-every"
+    )
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     kept.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     kept.add_argument("--resume", action="store_true", help="resume from DIR's newest checkpoint, under any plan")
     kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: step of the checkpoint")
-    kept.add_argument("--elastic", action="store_true", help="resume if DIR has a checkpoint, on the ranks of torchrun")
+    kept.add_argument(
+        "--elastic",
+        action="store_true",
+        help="resume if DIR contains a checkpoint, on as many ranks as torchrun has started",
+    )
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was used")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")

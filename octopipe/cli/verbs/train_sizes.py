@@ -69,7 +69,9 @@ def take_sizes(args: argparse.Namespace, profile: Profile | None, plan: Plan | N
         raise OctoPipeError(f"{text}; leave --seq and --micro-batch-size out, or profile this size")
     from octopipe.cli.verbs.common import console, named
 
-    text += ": its own prediction does not hold here; leave --seq and --micro-batch-size out, or profile and tune again"
+    text += (
+        ": its prediction does not apply to this run; leave --seq and --micro-batch-size out, or profile and tune again"
+    )
     console(stderr=True).print(named(text), style="yellow", soft_wrap=True)
 
 

@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp",
         action="store_true",
-        help="multi-token prediction as a path of its own, as `octopipe train --mtp` runs it",
+        help="plan multi-token prediction as a path of its own, as `octopipe train --mtp` runs it",
     )
     parser.add_argument(
         "--offload",

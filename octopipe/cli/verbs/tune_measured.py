@@ -90,9 +90,9 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
     """Load the profile that MODEL names; raise OctoPipeError if its layers cannot be run here as they were measured."""
     import os
 
-    mend = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
+    remedy = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
     if not os.path.isfile(args.model):
-        raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {mend}")
+        raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {remedy}")
     profile = load_profile(args.model)
     if str(profile.about.get("model_code", "")).startswith("Megatron"):
         raise OctoPipeError(
@@ -100,7 +100,7 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
             "octopipe.megatron.tune_measured there"
         )
     if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(f"{args.model}: does not state which layers were measured; {mend}")
+        raise OctoPipeError(f"{args.model}: does not state which layers were measured; {remedy}")
     return profile
 
 

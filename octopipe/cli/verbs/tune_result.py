@@ -302,7 +302,7 @@ def gain_lines(output: TuneOutput) -> list[str]:
         return lines
     why = ""
     if best.step_ms < step_ms and best.copies and not output.result.plans.copies:
-        why = "; it holds layers on two ranks, which this search was not allowed (--copies allows it)"
+        why = "; it holds layers on two ranks, which this search excluded (--copies includes it)"
     elif best.step_ms < step_ms and output.target != "octopipe":
         why = f"; {output.target} cannot run it"
     return [*lines, f"{_gain(best, step_ms)}, {which}{why}"]

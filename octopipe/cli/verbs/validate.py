@@ -131,8 +131,10 @@ def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: s
     setting, costs = plan.extra.get(SETTING), profile.costs
     if costs.num_layers != plan.num_layers:
         named = setting.get("model") if isinstance(setting, dict) else None
-        mend = f"give the one it was made with ({named})" if named else "give the one it was made with"
-        raise OctoPipeError(f"{profile_name} has {costs.num_layers} layers, {plan_name} has {plan.num_layers}; {mend}")
+        remedy = f"give the one it was made with ({named})" if named else "give the one it was made with"
+        raise OctoPipeError(
+            f"{profile_name} has {costs.num_layers} layers, {plan_name} has {plan.num_layers}; {remedy}"
+        )
     made_with = plan.extra.get(COSTS)
     if not isinstance(made_with, str) or not isinstance(setting, dict):
         return True

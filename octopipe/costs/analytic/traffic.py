@@ -119,9 +119,9 @@ def context_traffic(
         return ContextTraffic(0.0, ring_ms(cluster, kv_bytes * size, size, stride, share=share), 2.0)
     near = size if kind == "ulysses" else nearby(cluster, size, stride)
     # All-to-alls before the core (queries, keys, values) and after it (outputs).
-    dealt = exchange_ms(cluster, kv_bytes + heads_bytes, near, stride, share=share)
+    near_ms = exchange_ms(cluster, kv_bytes + heads_bytes, near, stride, share=share)
     far = pass_round_ms(cluster, kv_bytes, size // near, stride * near, share=share)
-    return ContextTraffic(far, dealt, 1.0)
+    return ContextTraffic(far, near_ms, 1.0)
 
 
 def nearby(cluster: Cluster, size: int, stride: int) -> int:

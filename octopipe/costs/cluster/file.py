@@ -61,8 +61,8 @@ def nodes_from_object(raw: object, where: str = "cluster") -> Nodes:
     makers = {gpu(name).generation.startswith("cdna"): name for name, _, _ in nodes}
     if len(makers) > 1:
         raise OctoPipeError(
-            f"{where}: no library of collectives joins {makers[False]} and {makers[True]}, which are of two makers; "
-            "describe the nodes of one maker"
+            f"{where}: no collective library connects {makers[False]} and {makers[True]}, GPUs of two vendors; list "
+            "the nodes of one vendor"
         )
     return nodes
 

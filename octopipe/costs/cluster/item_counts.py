@@ -55,8 +55,8 @@ class ItemCounts(Kind):
         if len(numbers) < len(words):
             if numbers and not os.path.lexists(text):  # a list, with something in it that is no number
                 wrong = next(word for word in words if _number(word) is None)
-                mend = "give numbers separated by commas, or a file"
-                raise OctoPipeError(f"{brief(text)}: {brief(wrong)} is not a number of items; {mend}")
+                remedy = "give numbers separated by commas, or a file"
+                raise OctoPipeError(f"{brief(text)}: {brief(wrong)} is not a number of items; {remedy}")
             return text  # the name of a file
         return numbers[0] if len(numbers) == 1 else numbers
 

@@ -97,12 +97,12 @@ class Setup:
         unless_given="tp, or less if ep does not divide cp x dp",
     )  # fmt: skip
     """None: the tensor-parallel group, or fewer GPUs if ep does not divide cp * dp."""
-    pp: int = setup_field(1, Whole(), is_keyword=False, words="pipeline ranks")
+    pp: int = setup_field(1, Whole(), is_keyword=False, words="pipeline-parallel size: number of pipeline ranks")
     dp: int = setup_field(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
     """Number of data-parallel pipelines."""
     hsdp: int = setup_field(
         1, Whole(), of_a_model=True,
-        words="copies of the state that ZeRO divides (HSDP): each copy is divided over dp x cp / hsdp GPUs",
+        words="number of copies of the state that ZeRO shards (HSDP); each is sharded over dp x cp / hsdp GPUs",
         unless_given="1",
     )  # fmt: skip
     """Gradients are reduced inside a copy's GPUs first, then between the copies."""
@@ -122,12 +122,12 @@ class Setup:
     """Tokens per sequence; None: the file of times does not say."""
     images: tuple[float, ...] = setup_field(
         (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
-        words="models with a tower: images per sequence, one number, or one for each of a step as a list or a file",
+        words="models with a tower: images per sequence, one number, or a list or file with one per sequence",
     )  # fmt: skip
     """One number: the mean of every micro-batch; several: each sequence's own. Empty: 1."""
     recordings: tuple[float, ...] = setup_field(
         (), ItemCounts(), part="batch", of_a_model=True, unless_given="1",
-        words="models that hear: recordings per sequence, as --images (another name of it for models with one tower)",
+        words="models with an audio tower: recordings per sequence, as in --images (with one tower, the same flag)",
     )  # fmt: skip
     encoder_seq: int | None = setup_field(
         None, Whole(), part="batch", of_a_model=True, optional=True, unless_given="the model's",
@@ -145,18 +145,18 @@ class Setup:
     )  # fmt: skip
     gradients: Gradients | None = setup_field(
         None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
-        words="precision of gradients", unless_given="fp32; bf16 with fp8",
+        words="precision in which gradients are stored and reduced", unless_given="fp32; bf16 with fp8",
     )  # fmt: skip
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 if `precision` is not bf16."""
     states: States = setup_field(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
-        words="optimizer state: fp32 weights and moments, with bf16 moments, or bf16 moments only", unless_given="fp32",
+        words="master weights and moments in fp32, moments in bf16, or bf16 moments alone", unless_given="fp32",
     )  # fmt: skip
     """fp32: an fp32 weight and two fp32 moments; bf16-moments: an fp32 weight and bf16 moments (DeepSeek-V3); bf16:
     only bf16 moments, so that the optimizer updates bf16 weights."""
     recompute: Recompute = setup_field(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
-        words="activations to recompute: cheap ones (selective), all (full), or as many as needed to fit (auto)",
+        words="recompute nothing, cheap activations (selective), whole layers (full), or as needed to fit (auto)",
         unless_given="none",
     )  # fmt: skip
     """selective: recompute outputs of norms, of experts' activation functions and of latent up-projections
@@ -180,7 +180,7 @@ class Setup:
     """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
     nodes_per_token: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
-        words="node-limited routing: maximum number of nodes with experts of one token",
+        words="node-limited routing: the experts of a token are on at most this many nodes",
         unless_given="no limit",
     )  # fmt: skip
     """None: a token's experts may lie on any node."""
@@ -192,7 +192,7 @@ class Setup:
     """None: no adapters, and every layer outside `frozen` is trained."""
     lora_on: LoraOn = setup_field(
         "all", Choice(get_args(LoraOn)), part="training", of_a_model=True,
-        words="with lora: the matrices that have adapters, all of a block or those of attention alone",
+        words="with lora: put adapters on all matrices of a block, or on those of attention only",
         unless_given="all",
     )  # fmt: skip
     frozen: tuple[tuple[int, int], ...] = setup_field(
@@ -208,8 +208,8 @@ class Setup:
     """A share of the optimizer state that a GPU would hold after ZeRO's sharding."""
     offload_layers: int | None = setup_field(
         None, Whole(), part="training", of_a_model=True, optional=True,
-        words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
-        "pipeline and without recomputation",
+        words="number of layers after the embedding whose activations are kept in host memory until the backward (only "
+        "with pp 1 and without recomputation)",
         unless_given="none",
     )  # fmt: skip
     """None: all activations stay on the GPU."""
@@ -219,7 +219,7 @@ class Setup:
     )  # fmt: skip
     """Embedding and head are priced as sharded over all pipeline ranks; `octopipe tune --cut-head` plans that."""
     reserve_gib: float | None = setup_field(
-        None, Number(), part="training", optional=True, words="GiB kept free per GPU",
+        None, Number(), part="training", optional=True, words="GiB kept free per GPU (CUDA, NCCL, fragmentation)",
         unless_given="6 %, at least 1.5",
     )  # fmt: skip
     """Memory kept free on every GPU; None: 6 % of the GPU's memory, at least 1.5 GiB."""
@@ -230,11 +230,11 @@ class Setup:
     """Usable memory of each pipeline rank's GPUs, instead of the GPU's memory less the reserve."""
     speeds: tuple[float, ...] = setup_field(
         (), Numbers(), part="ranks", also={"rank_speed": lambda given: given},
-        words="relative speed per rank, e.g. 1,1,0.5,1",
+        words="relative speed of every rank, e.g. 1,1,0.5,1",
     )  # fmt: skip
     """Relative speed per pipeline rank."""
     p2p_ms: float | None = setup_field(
-        None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of its link's"
+        None, Number(), part="ranks", optional=True, words="time of every transfer in ms (default: its link's)"
     )
     """Every transfer takes this long, instead of the time of its link."""
     host_gb_per_s: float | None = setup_field(
@@ -244,7 +244,7 @@ class Setup:
     """For offloaded activations; None: the rate of the GPU preset or of the profile."""
     gpus_per_node: int | None = setup_field(
         None, Whole(), part="hardware", of_a_model=True, optional=True,
-        words="GPUs on the fast links of a node", unless_given="the preset's",
+        words="number of GPUs per node, which its fast links connect", unless_given="the preset's",
     )  # fmt: skip
     nodes: tuple[tuple[str, int, int], ...] = setup_field(
         (), NodeGroups(), part="hardware", of_a_model=True, flag="cluster", also={"cluster": lambda given: given},
@@ -253,7 +253,7 @@ class Setup:
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
     stack: Stack | None = setup_field(
         None, StackName(), part="hardware", of_a_model=True, optional=True,
-        words="training stack whose rates are used (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
+        words="training stack whose rates are used (`octopipe calibrate --list`), or a file that `calibrate` wrote",
         unless_given="nvidia-2025",
     )  # fmt: skip
     """None: the rates of the default stack are used."""
@@ -282,15 +282,13 @@ class Setup:
         for name, how in fields_of(type(self)).items():
             object.__setattr__(self, name, how.read(name, getattr(self, name)))
         if self.lora_on != "all" and self.lora is None:
-            raise OctoPipeError(
-                f"lora_on {self.lora_on} says where adapters are, and there are none; give lora, a rank"
-            )
+            raise OctoPipeError(f"lora_on {self.lora_on} has no effect without adapters; give lora, their rank")
         if self.recompute_layers is not None and self.recompute != "full":
             raise OctoPipeError(f"recompute_layers applies to full recomputation only; recompute is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
         if self.hsdp > 1 and self.zero == 0:
-            raise OctoPipeError(f"hsdp {self.hsdp} counts copies of what ZeRO divides, and zero is 0; give zero 1 to 3")
+            raise OctoPipeError(f"hsdp {self.hsdp} needs state that ZeRO shards, and zero is 0; give zero 1 to 3")
         if self.offload_optimizer and self.zero >= 2:
             raise OctoPipeError(
                 f"offload_optimizer is priced with ZeRO-0 and ZeRO-1 (Megatron-LM's --optimizer-cpu-offload), "
@@ -373,7 +371,9 @@ class Setup:
         limits = self.memory_gib or (() if self.gpu is None else (self.gpu.memory_gib,))
         usable = tuple(gib - self.reserved_gib for gib in limits)
         if any(gib <= 0 for gib in usable):
-            raise OctoPipeError(f"reserve_gib {self.reserved_gib:g} leaves nothing of {min(limits):g} GiB; keep less")
+            raise OctoPipeError(
+                f"reserve_gib {self.reserved_gib:g} leaves nothing of {min(limits):g} GiB; reserve less"
+            )
         return tuple(gib * GIB for gib in usable)
 
     def busiest_expert_rank(self, experts: int) -> float:

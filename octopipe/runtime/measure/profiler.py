@@ -35,8 +35,8 @@ from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.connections import ends_of, input_of, loss_of
 from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
-from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, nobody
-from octopipe.runtime.measure.routing import routing_heard
+from octopipe.runtime.measure.rounds import ROUNDS_END, Rounds, Tell, no_report
+from octopipe.runtime.measure.routing import recorded_routing
 from octopipe.runtime.measure.shards import Seen, counts_for, measure_shards, shard_times, worth_measuring
 from octopipe.runtime.measure.timing import device_of, timed_rounds, wait_all
 from octopipe.runtime.turns import exchange_ranks
@@ -141,7 +141,7 @@ class LayerRing:
         groups: Sequence[int] | None = None,
         takes: Sequence[Sequence[int]] = (),
         group: dist.ProcessGroup | None = None,
-        tell: Tell = nobody,
+        tell: Tell = no_report,
         rounds: int = 0,
         precision: str = "",
         graphs: bool = False,
@@ -331,7 +331,7 @@ def _prepare(
             rounds.preparing(g, type(module).__name__)
             began = time.perf_counter()
             try:
-                with routing_heard() as heard:
+                with recorded_routing() as heard:
                     ready[g] = Layer(module, value, ends.get(i), i == 0 or not passes, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]

@@ -14,7 +14,7 @@ from octopipe.base.display import duration
 
 Tell = Callable[[str, float], None]
 """Receives what runs now, and the share of the whole work (0 to 1) that has been done."""
-TOLD_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 """Minimum number of seconds between two reports: a report takes host time, which would disturb the layers of other
 ranks."""
 LAYERS_END, ROUNDS_END = 0.1, 0.8
@@ -22,7 +22,7 @@ LAYERS_END, ROUNDS_END = 0.1, 0.8
 rehearsed plan come last."""
 
 
-def nobody(doing: str, share: float) -> None:
+def no_report(doing: str, share: float) -> None:
     """Ignore every report."""
 
 
@@ -41,7 +41,7 @@ class Rounds:
     def __init__(
         self,
         group_of: Sequence[int],
-        tell: Tell = nobody,
+        tell: Tell = no_report,
         *,
         total: int = 0,
         clock: Callable[[], float] = time.perf_counter,
@@ -52,14 +52,14 @@ class Rounds:
         self._seconds: dict[int, float] = {}
         self._names: dict[int, str] = {}
         self._ran = 0
-        self._last = self._told = clock()
+        self._last = self._reported_at = clock()
 
     def preparing(self, kind: int, name: str) -> None:
         """Report that a kind of layer is about to run for the first time."""
         self._names[kind] = name
         number = len(self._names)
         left = self._round_s() * self._total
-        rest = f", at least {duration(left)} to go" if left >= TOLD_EVERY_S else ""
+        rest = f", at least {duration(left)} to go" if left >= REPORT_EVERY_S else ""
         share = LAYERS_END * (number - 1) / len(self._count)
         self._tell(f"layer kind {number} of {len(self._count)} ({name}), memory{rest}", share)
 
@@ -74,8 +74,8 @@ class Rounds:
         self._last = now
         self._seconds[kind] = (taken + self._seconds.get(kind, taken)) / 2  # the machine's speed drifts
         self._ran += 1
-        if now - self._told >= TOLD_EVERY_S and self._total:
-            self._told = now
+        if now - self._reported_at >= REPORT_EVERY_S and self._total:
+            self._reported_at = now
             self._report(kind)
 
     def first_run(self, kind: int, seconds: float) -> None:

@@ -25,13 +25,13 @@ MOST_PER_TOKEN = 64
 """The most experts that one token may be sent to. Sparse attention chooses many more keys by `topk`."""
 
 
-class RoutingHeard:
+class RoutingRecorder:
     """Records the calls of `topk` during one forward of a layer."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, int, Tensor]] = []
 
-    def hear(self, scores: Tensor, chosen: Tensor) -> None:
+    def record(self, scores: Tensor, chosen: Tensor) -> None:
         attends = scores.dim() > 2 and scores.shape[-1] == scores.shape[-2]
         if scores.dim() > 1 and chosen.shape[:-1] == scores.shape[:-1] and not attends:
             self._calls.append((scores.shape[:-1].numel(), scores.shape[-1], chosen.detach()))
@@ -54,21 +54,21 @@ class RoutingHeard:
 
 
 @contextmanager
-def routing_heard() -> Iterator[RoutingHeard]:
+def recorded_routing() -> Iterator[RoutingRecorder]:
     """A context that records every call of `torch.topk` and `Tensor.topk`, from any thread."""
-    heard, called, method = RoutingHeard(), torch.topk, torch.Tensor.topk
+    recorder, called, method = RoutingRecorder(), torch.topk, torch.Tensor.topk
 
     def listening(choose: Callable[..., Any]) -> Callable[..., Any]:
         def topk(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
             out = choose(scores, *args, **kwargs)
-            heard.hear(scores, out[1])
+            recorder.record(scores, out[1])
             return out
 
         return topk
 
     torch.topk, torch.Tensor.topk = listening(called), listening(method)  # type: ignore[method-assign]
     try:
-        yield heard
+        yield recorder
     finally:
         torch.topk = called
         del torch.Tensor.topk  # it is the base class's

@@ -26,7 +26,7 @@ from octopipe.runtime.measure.links import measure_links, measure_overlap, measu
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.profiler import LayerRing, Measured, assemble, gather
 from octopipe.runtime.measure.rehearsal import pairs_plan, pairs_rehearsed, rehearsal_plan, rehearsed
-from octopipe.runtime.measure.rounds import Tell, nobody, rounds_of
+from octopipe.runtime.measure.rounds import Tell, no_report, rounds_of
 from octopipe.runtime.measure.timed_run import MeasuredSteps, TimedRun, free, run_plan
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat, Work
@@ -107,7 +107,7 @@ def profile_workload(
     links: bool = True,
     rehearsal: bool = True,
     about: dict[str, Any] | None = None,
-    tell: Tell = nobody,
+    tell: Tell = no_report,
 ) -> Profile:
     """Measure layers and links with all ranks busy. `rehearsal`: also run a few steps of a GPipe plan, see `rehearsed`.
     `tell` receives progress reports."""
@@ -155,7 +155,7 @@ def step_limit_s(plan: Plan, profile: Profile) -> float:
     return max(STEP_S, 10e-3 * simulate(plan, profile.costs).makespan_ms)
 
 
-def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobody, rounds: int = 0) -> LayerRing:
+def _ring(work: Workload, world: World, device: torch.device, tell: Tell = no_report, rounds: int = 0) -> LayerRing:
     layers = work.layers(device)
     return LayerRing(
         layers,
@@ -210,7 +210,7 @@ def _profile(
         about={
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "layers": list(work.kinds),
-            "kernels": work.kernels_told(),
+            "kernels": work.kernel_names(),
             "torch": str(torch.__version__),
             "date": time.strftime("%Y-%m-%d"),
             **(about or {}),

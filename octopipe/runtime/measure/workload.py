@@ -95,11 +95,11 @@ class Workload:
     def kernels(self) -> Kernels:
         return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
 
-    def kernels_told(self) -> dict[str, str]:
+    def kernel_names(self) -> dict[str, str]:
         """Return the kernels that the layers use, as recorded in a profile, whose times are valid for these kernels
         only."""
         if isinstance(self.spec, ModelSpec):
-            return self.kernels.told()
+            return self.kernels.names()
         there = [name for name in PACKAGES if self.device == "cuda" and installed(name)]
         told = {"attention": self.spec.attention or "transformers' default", "packages": ", ".join(there) or "none"}
         return {**told, "liger": "on"} if self.spec.liger else told

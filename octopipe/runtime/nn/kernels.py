@@ -56,7 +56,7 @@ class Kernels:
     attention: str = "sdpa"
     loss: str = "lean"
 
-    def told(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """A description of the kernels, for a profile."""
         return {"scan": self.scan, "delta": self.delta, "attention": self.attention, "loss": self.loss}
 

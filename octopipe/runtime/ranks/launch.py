@@ -24,7 +24,6 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.streams import open_standard_streams
-from octopipe.runtime.ranks.meeting import local_store, meet, place_from
 from octopipe.runtime.ranks.rank_process import (
     RankError,
     Seat,
@@ -35,9 +34,10 @@ from octopipe.runtime.ranks.rank_process import (
     clear_shared_memory,
     described,
     load_kernels_early,
-    unheard,
+    no_report,
 )
-from octopipe.runtime.ranks.watch import Watch, gently
+from octopipe.runtime.ranks.rendezvous import local_store, place_from, rendezvous
+from octopipe.runtime.ranks.watch import Watch, interruptible
 
 __all__ = ["RankError", "Seat", "Work", "by_rank", "join_ranks", "load_kernels_early", "run_ranks", "stop", "warm_up"]
 
@@ -144,7 +144,7 @@ def run_ranks(
     _quiet_tracker()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
-    listen = listen or unheard
+    listen = listen or no_report
     if size == 1 and not environment:
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
@@ -171,7 +171,7 @@ def run_ranks(
         return watch.run()
 
     try:
-        return run() if gentle_s is None else gently(run, watch, processes, gentle_s)
+        return run() if gentle_s is None else interruptible(run, watch, processes, gentle_s)
     finally:
         stop(processes)
         for pipe in pipes:
@@ -216,11 +216,11 @@ def join_ranks(
 
     place = place_from(os.environ)
     rank, size, local_rank = place
-    tell = listen if rank == 0 and listen is not None else unheard
+    tell = listen if rank == 0 and listen is not None else no_report
     if backend == "nccl":
         load_kernels_early()
     if size > 1:
-        meet(place, backend, group_timeout_s)
+        rendezvous(place, backend, group_timeout_s)
     try:
         result = work(Seat(rank=rank, size=size, local_rank=local_rank, tell=tell), payload)
     except Exception as error:

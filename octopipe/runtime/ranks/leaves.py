@@ -81,7 +81,7 @@ class LeafWatch:
             if id(leaf) in self._own:
                 self._used(leaf, layers)
             elif watching.seen_before(leaf) and not self._found:
-                self._found = self._told(leaf, stage, layers)
+                self._found = self._problem(leaf, stage, layers)
 
         read = "" if stage.mode.reads is None else stage.mode.reads.found
         if read and not self._found:
@@ -91,14 +91,14 @@ class LeafWatch:
                 "parameter or a submodule), and it is tied, or plan both on one rank"
             )
 
-    def _told(self, leaf: Tensor, stage: Any, layers: range) -> str:
+    def _problem(self, leaf: Tensor, stage: Any, layers: range) -> str:
         known = self._others.get(id(leaf))
         name = "" if known is None or known.ref() is not leaf else known.name
         what = f"parameter {name}, of a layer on another rank" if name else f"a trainable tensor {list(leaf.shape)}"
         return (
             f"{_who(layers)} (or the loss after it) uses {what}, and does not register it: on this rank it would get "
-            "no gradient of the others' and never be trained; register it in the layer that uses it (as a parameter or "
-            "a submodule; the loss: as an nn.Module), and it is tied"
+            "none of the other ranks' gradients and would not be trained; register it in the layer that uses it (as "
+            "a parameter or a submodule; the loss: as an nn.Module), which ties it"
         )
 
 

@@ -51,7 +51,7 @@ def share_overflow(parameters: Iterable[Tensor], world: World, device: torch.dev
 def share_flag(flag: Tensor, world: World, timeout_s: float) -> None:
     """Replace the flag by the largest of all ranks' flags (collective)."""
     for group in _groups(world):
-        wait_for(all_reduce(group, flag, dist.ReduceOp.MAX), timeout_s, "the word about overflow")
+        wait_for(all_reduce(group, flag, dist.ReduceOp.MAX), timeout_s, "the exchange of the overflow flag")
 
 
 def _groups(world: World) -> Iterator[Any]:

@@ -26,11 +26,11 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 
-CLEANING_S = 5.0
+CLEAN_UP_S = 5.0
 """Maximum time for clean-up functions of libraries when a rank ends."""
 
 
-def unheard(_: Any) -> None:
+def no_report(_: Any) -> None:
     """Ignores every report."""
 
 
@@ -42,7 +42,7 @@ class Seat:
     size: int
     local_rank: int
     """Index among the ranks of this machine, which selects the GPU."""
-    tell: Callable[[Any], None] = field(default=unheard)
+    tell: Callable[[Any], None] = field(default=no_report)
     """Send a message of plain values to the process that started the run. Only messages of the first rank are passed
     on."""
 
@@ -71,7 +71,7 @@ class Start:
     group_timeout_s: float
 
 
-CHATTER = (
+HARMLESS_WARNINGS = (
     ".*no current CUDA context.*",  # autograd's threads call cuBLAS first, which then finds the context
     "resource_tracker: There appear to be.*leaked",  # ranks end without clean-up, and the system frees their resources
 )
@@ -82,7 +82,7 @@ def _quiet() -> None:
     import logging
     import warnings
 
-    for message in CHATTER:
+    for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # torch's compiler warns about few multiprocessors, which a share of a GPU has.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
@@ -116,12 +116,12 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
 
         torch.set_num_threads(start.threads)
         patience = timedelta(seconds=start.group_timeout_s)
-        with moment("while ranks met"), naming_lost_peers(start.group_timeout_s):
+        with moment("during the rendezvous"), naming_lost_peers(start.group_timeout_s):
             store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
             dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
             all_here(store, start.size)
         send("ready", None)
-        tell = partial(send, "told") if rank == 0 else unheard
+        tell = partial(send, "told") if rank == 0 else no_report
         seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=tell)
         send("done", start.work(seat, start.payload))
         dist.destroy_process_group()
@@ -178,13 +178,13 @@ def clear_shared_memory(pid: int) -> None:
 def give_back_semaphores() -> None:
     """Release the locks that libraries created, as an ordinary end of the process would (a progress bar of `datasets`
     creates two). A process that ends at once leaves them to Python's resource tracker, which warns about each. Some of
-    the functions that run here wait for processes that a library started; they get `CLEANING_S`, so that no rank
+    the functions that run here wait for processes that a library started; they get `CLEAN_UP_S`, so that no rank
     hangs."""
     finalize = getattr(multiprocessing.util, "_run_finalizers", None)
     if finalize is not None:
         cleaning = threading.Thread(target=_suppressed, args=(finalize,), daemon=True)
         cleaning.start()
-        cleaning.join(CLEANING_S)
+        cleaning.join(CLEAN_UP_S)
 
 
 def _suppressed(finalize: Callable[[int], None]) -> None:

@@ -44,11 +44,11 @@ def refuse_shared_memory(layers: Sequence[Any], ranks_of: Mapping[int, set[int]]
                 continue
             if one.ranks != other.ranks and (one.tensor.requires_grad or other.tensor.requires_grad):
                 both = isinstance(one.tensor, nn.Parameter) and isinstance(other.tensor, nn.Parameter)
-                mend = f"tied=[({one.name!r}, {other.name!r})]" if both else "give it a copy"
+                remedy = f"tied=[({one.name!r}, {other.name!r})]" if both else "give it a copy"
                 raise OctoPipeError(
-                    f"{one.name} and {other.name} are two tensors in one memory, and their layers are on different "
+                    f"{one.name} and {other.name} are two tensors that share memory, and their layers are on different "
                     "ranks, where each would have its own: an update of the one would not reach the other; make them "
-                    f"one Parameter, or {mend}"
+                    f"one Parameter, or {remedy}"
                 )
 
 

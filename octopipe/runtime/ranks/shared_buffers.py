@@ -82,9 +82,9 @@ class SharedBuffers:
         for buffer in self._alone + [b for some in self._groups.values() for b in some]:
             if buffer.name in self._one and buffer.changed(look=looks or not buffer.on_device()):
                 problem = (
-                    f"buffer {buffer.name} is one with {self._one[buffer.name]}, of a layer on another rank, and "
-                    "forwards change it: every rank would have its own; put these layers on one rank, or give each its "
-                    "own buffer"
+                    f"buffer {buffer.name} is the same tensor as {self._one[buffer.name]}, of a layer on another "
+                    "rank, and forwards change it, so every rank would have its own copy; put these layers on one "
+                    "rank, or give each its own buffer"
                 )
         if self._asks and self._steps <= FIRST:
             problem = next((text for text in self._world.gather(problem) if text), "")

@@ -185,7 +185,7 @@ class Watch:
 CONTINUE = "resume it with SIGCONT, or end the run and start it again"
 
 
-def gently(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:
+def interruptible(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:
     """On the first Ctrl-C or SIGTERM, ask the ranks to end and wait for their last reports."""
 
     asked = [int(signal.SIGINT)]

@@ -32,7 +32,7 @@ from octopipe.runtime.wire.telling import gather_values
 
 Group = Any
 """A ProcessGroup or a backend of our own making: both have allreduce, broadcast, allgather, send and recv."""
-NOBODYS_TAG = (1 << 31) - 1
+UNUSED_TAG = (1 << 31) - 1
 """The tag of a message that is never sent."""
 
 
@@ -247,7 +247,7 @@ def close_connections(group: Group) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # timed out, as intended; or closed already
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class HostWork:

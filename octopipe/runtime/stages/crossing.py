@@ -52,8 +52,8 @@ class Elsewhere:
                 raise OctoPipeError(
                     f"a forward leaves a value in {box.describe(key)}, where {who} can reach it, but {who} runs in "
                     "another stage, for other micro-batches or on another rank: return the value with the layer's "
-                    "output and pass it on (or inject a router's loss with an autograd function); detach what is only "
-                    "to be looked at"
+                    "output and pass it on (or inject a router's loss with an autograd function); detach values "
+                    "that are only inspected"
                 )
 
     def _reached_by(self, box: Box, key: Any) -> str:

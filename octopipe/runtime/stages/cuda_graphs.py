@@ -94,7 +94,7 @@ class GraphedOps(Ops):
         """For each stage that runs eagerly, the reason."""
         self.peak_bytes = 0
         """Peak allocation in the captured step; replays allocate nothing, so torch's statistics do not show it."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._watch: Watch | None = None
         self._pool: Pool | None = None
         self._cells: dict[Cell, None] = {}
@@ -170,7 +170,7 @@ class GraphedOps(Ops):
         if self._captures > MOST_CAPTURES:
             self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
         for number, chain in self.chains.items():
-            if any(stage.replay.restless() for stage, _ in chain.parts):
+            if any(stage.replay.changes_state() for stage, _ in chain.parts):
                 self.reasons.setdefault(number, "its forwards change what the next ones read (statistics, counters)")
             if number not in self.reasons:
                 if number in self._seen:
@@ -193,8 +193,8 @@ class GraphedOps(Ops):
         self._known, self._phase = self._facts.read(), CAPTURING
 
     def _tell(self, stage: int, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             first = self.chains[stage].parts[0][0].first_layer
             last = self.chains[stage].parts[-1][0]
             layers = f"layers {first} to {last.first_layer + len(last.modules) - 1}"

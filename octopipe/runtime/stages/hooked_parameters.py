@@ -89,8 +89,8 @@ class HookedParameters:
             if parameter._version != version:
                 raise OctoPipeError(
                     f"parameter {name} was changed inside backward, by a hook that runs after its gradient is added "
-                    "(an optimizer that steps in backward); other micro-batches or replicas still need it: take the "
-                    "hook away and call optimizer.step() after Pipeline.step()"
+                    "(an optimizer that steps in backward); other micro-batches or replicas still need it: remove "
+                    "the hook and call optimizer.step() after Pipeline.step()"
                 )
 
     def changed(self) -> str:

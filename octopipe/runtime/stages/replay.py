@@ -164,20 +164,20 @@ class Replay:
         """Inputs that forwards change in place."""
         self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
         """Checks what a forward has changed for values that would bypass the pipeline (`crossing.py`)."""
-        self._restless = False
+        self._changes_state = False
         self._times_changed: dict[tuple[int, str, tuple[str, ...]], int] = {}
         """How many forwards have changed each place of `_watch`."""
         self._changed_last: set[tuple[int, str, tuple[str, ...]]] = set()
         """Places that the latest forward changed."""
 
     def observe(self) -> None:
-        """Start an observation: `restless` reports on the forwards from here on."""
-        self._restless = False
+        """Start an observation: `changes_state` reports on the forwards from here on."""
+        self._changes_state = False
 
-    def restless(self) -> bool:
+    def changes_state(self) -> bool:
         """Whether a forward since `observe` changed known state. A cache that was filled once and is only read since
-        (tables of positions, for example) is at rest."""
-        return self._restless
+        (tables of positions, for example) does not count."""
+        return self._changes_state
 
     def moving(self) -> bool:
         """Whether forwards are known to change anything besides their outputs."""
@@ -263,7 +263,7 @@ class Replay:
         self._changed_last = {key_of(box) for box in changed} | {key_of(b) for held in moved for b, _ in held.slots}
         for key in self._changed_last:
             self._times_changed[key] = self._times_changed.get(key, 0) + 1
-        self._restless = self._restless or bool(moved or changed)
+        self._changes_state = self._changes_state or bool(moved or changed)
         if changed and start.checking and self.elsewhere is not None:
             self.elsewhere(snapshot, changed)
         return self._kept(start, moved)

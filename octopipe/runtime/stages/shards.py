@@ -41,7 +41,7 @@ def with_rows(module: nn.Module, path: str, number: int, count: int) -> tuple[nn
     whole = module.get_parameter(path)
     start, stop = rows_of_shard(whole.shape[0], number, count)
     if start == stop:
-        raise OctoPipeError(f"{count} shards of {whole.shape[0]} words leave one empty; cut it into fewer")
+        raise OctoPipeError(f"{count} shards of {whole.shape[0]} words leave one empty; split it into fewer")
     part = nn.Parameter(whole.detach()[start:stop].clone(), requires_grad=whole.requires_grad)
     top = _own(module)
     copied: dict[str, nn.Module] = {"": top}

@@ -313,12 +313,12 @@ def _exchange(
     out = {}
     for k in range(new.num_layers + loss):
         source = before[k][0]
-        takers = [r for r in after[k] if r not in before[k]]
+        receivers = [r for r in after[k] if r not in before[k]]
         if world.rank in after[k] and world.rank in before[k]:
             out[k] = mine[k]
-        for taker in takers:
+        for receiver in receivers:
             if world.rank == source:
-                send_value(world.control, mine[k], taker)
-            elif world.rank == taker:
+                send_value(world.control, mine[k], receiver)
+            elif world.rank == receiver:
                 out[k] = receive_value(world.control, source)
     return out

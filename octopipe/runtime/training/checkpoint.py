@@ -2,7 +2,7 @@
 
 Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint is written atomically,
 and how a damaged one is detected. Does not know: what is trained or on which data, or how many checkpoints are kept
-(`shelf.py`).
+(`checkpoint_folder.py`).
 
     DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer stores
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
@@ -41,20 +41,7 @@ from octopipe.base.files import brief, shown
 from octopipe.base.memory import free_memory_bytes
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer, optimizer_kind
-from octopipe.runtime.training.layer_file import WrongFile, read_content
-from octopipe.runtime.training.saved_state import (
-    Kept,
-    check_saveable,
-    compact,
-    layer_state,
-    loadable,
-    of_other_replicas,
-    put_settings,
-    put_state,
-    settings_by_parameter,
-)
-from octopipe.runtime.training.shard_state import part_of, with_whole_layers
-from octopipe.runtime.training.shelf import (
+from octopipe.runtime.training.checkpoint_folder import (
     ASIDE,
     FORMAT,
     PARTIAL,
@@ -69,6 +56,19 @@ from octopipe.runtime.training.shelf import (
     sync_folder,
     wrong_files,
 )
+from octopipe.runtime.training.layer_file import WrongFile, read_content
+from octopipe.runtime.training.saved_state import (
+    Kept,
+    check_saveable,
+    compact,
+    layer_state,
+    loadable,
+    of_other_replicas,
+    put_settings,
+    put_state,
+    settings_by_parameter,
+)
+from octopipe.runtime.training.shard_state import part_of, with_whole_layers
 from octopipe.runtime.wire.telling import broadcast_value
 
 __all__ = [
@@ -311,8 +311,8 @@ def _finite(value: Tensor) -> bool:
 
 def _refused(name: str, home: Path) -> str:
     good = latest(home)
-    mend = "" if good is None else f"; {shown(good)} is the newest valid one"
-    return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
+    remedy = "" if good is None else f"; {shown(good)} is the newest valid one"
+    return f"{name} holds values that are not finite: no checkpoint was written{remedy}; use a smaller learning rate"
 
 
 def _state_of(

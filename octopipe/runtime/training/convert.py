@@ -1,7 +1,7 @@
 """Checkpoints for other tools: safetensors under a family's own names, and torch.distributed.checkpoint's format.
 
 Knows: which of our files' tensors is which parameter of a transformers model, and how both formats are written. Does
-not know: how checkpoints of ours are made (`checkpoint.py`) or chosen (`shelf.py`).
+not know: how checkpoints of ours are made (`checkpoint.py`) or chosen (`checkpoint_folder.py`).
 
 Keys in a DCP folder are the same under every plan and number of ranks:
 
@@ -33,8 +33,8 @@ from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.prediction_weights import save_with_predictions
 from octopipe.huggingface.predictions import USUAL_WEIGHT, WithPredictions, prediction_layers
 from octopipe.runtime.training.checkpoint import read_layer, read_record
+from octopipe.runtime.training.checkpoint_folder import layer_file
 from octopipe.runtime.training.layer_file import WrongFile, opened
-from octopipe.runtime.training.shelf import layer_file
 from octopipe.simulation.timeline import GIB
 
 SHARD = "5GB"

@@ -1,7 +1,7 @@
 """The file of one layer in a checkpoint from an untrusted source: checked before it is read, and read within limits.
 
 Knows: what torch.save writes (a zip archive of uncompressed records and one pickle) and what a layer file may contain.
-Does not know: checkpoints as a whole (`shelf.py`), or what a run does with the tensors.
+Does not know: checkpoints as a whole (`checkpoint_folder.py`), or what a run does with the tensors.
 
 A folder may come from someone else. The following are rejected: a pipe or a device in place of a file, before any byte
 is read; a file larger than the free memory, and an archive with compressed records, before anything is unpacked; an

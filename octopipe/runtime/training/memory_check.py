@@ -149,9 +149,9 @@ def _host_line(job: TrainJob, plan: Plan, seats: Sequence[Mapping[str, Any]]) ->
 
 def _line(job: TrainJob, place: str, needed: float, free: float, each: Sequence[float]) -> str:
     ranks = ", ".join(f"{b / GIB:.1f}" for b in each)
-    mend = "--layers or --scale" if isinstance(job.spec, ModelSpec) else "--layers"
+    remedy = "--layers or --scale" if isinstance(job.spec, ModelSpec) else "--layers"
     return (
         f"{job.spec.name} {UNFIT}: the run needs about {needed / GIB:.1f} GiB of {place}, {free / GIB:.1f} GiB are "
         f"free (per rank {ranks} GiB: weights, gradients, {job.optimizer} state, activations); use more ranks on other "
-        f"machines, a shorter --seq, fewer {mend}, or --no-memory-check"
+        f"machines, a shorter --seq, fewer {remedy}, or --no-memory-check"
     )

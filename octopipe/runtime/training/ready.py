@@ -14,7 +14,7 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.documents import cannot_keep_apart
 from octopipe.models.spec import ModelSpec
-from octopipe.runtime.ranks.rank_process import unheard
+from octopipe.runtime.ranks.rank_process import no_report
 from octopipe.runtime.training.data.corpus import Corpus, Windows
 from octopipe.runtime.training.data.opening import check_form, read
 from octopipe.runtime.training.data.samples import Samples, is_samples
@@ -22,11 +22,11 @@ from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_host
 
 
-def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
+def with_data(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
     """Return the job with everything decided that its data and model determine. Raises an error for whatever would stop
     the run later."""
     if os.environ.get("RANK", "0") != "0":  # under torchrun every rank runs this; only the first one reports
-        tell = unheard
+        tell = no_report
     check_host(job)
     corpora = {}
     for path in dict.fromkeys(p for p in (job.data, job.eval_data) if p is not None):

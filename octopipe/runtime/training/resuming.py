@@ -1,6 +1,7 @@
 """Whether a run can resume from a checkpoint: the same model, seed and data, or an error that states the difference.
 
-Knows: what a run stores about itself in addition to its layers. Does not know: how checkpoints are stored (`shelf.py`).
+Knows: what a run stores about itself in addition to its layers. Does not know: how checkpoints are stored
+(`checkpoint_folder.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.costs.mode import FLOAT32_UPDATES
+from octopipe.runtime.training.checkpoint_folder import choose
 from octopipe.runtime.training.job import TrainJob
 from octopipe.runtime.training.run_parts import identity
-from octopipe.runtime.training.shelf import choose
 
 SAME = ("kind", "fingerprint", "seq", "samples", "documents_apart", "words")
 """The properties of data that determine its samples: if they are equal, sample i is the same as before."""
@@ -62,7 +63,7 @@ def other_precision(job: TrainJob, record: Mapping[str, Any], path: Path) -> lis
         return []
     if not {saved, now} <= FLOAT32_UPDATES:
         raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
-    return [f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"]
+    return [f"{path.name} was trained in {saved}; continuing in {now} from its float32 weights"]
 
 
 def described(data: Mapping[str, Any]) -> str:
@@ -80,7 +81,7 @@ def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
 
 
-def way_on(job: TrainJob) -> str:
+def resumable_words(job: TrainJob) -> str:
     """Return a sentence that names the checkpoint from which a failed run can be resumed; "" if there is none."""
     if job.checkpoint is None:
         return ""

@@ -38,9 +38,9 @@ from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradien
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.checkpoint_folder import latest, locked, refuse_dcp
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_places
-from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
 from octopipe.runtime.wire.telling import broadcast_value, gather_values, moment
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
@@ -80,7 +80,7 @@ class Everyone:
             return number
         box = torch.tensor([number])
         work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        wait_for(work, timeout_s, "the agreement to go on")
+        wait_for(work, timeout_s, "the agreement to continue")
         return int(box)
 
 

@@ -188,8 +188,8 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
                 if not _equal(wanted[key], settings[key]):
                     raise OctoPipeError(
                         f"{first} and {name} are in one parameter group of the optimizer, but had "
-                        f"{key} {_told(wanted[key])} and "
-                        f"{_told(settings[key])}; build the parameter groups as before"
+                        f"{key} {_setting_words(wanted[key])} and "
+                        f"{_setting_words(settings[key])}; build the parameter groups as before"
                     )
         if mine:
             found.append((group, mine[0][1]))
@@ -234,5 +234,5 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _told(value: Any) -> str:
+def _setting_words(value: Any) -> str:
     return str(value.tolist() if isinstance(value, Tensor) else value)[:40]

@@ -40,6 +40,7 @@ from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.adapt import Adapter, switch
 from octopipe.runtime.training.checkpoint import Saving, load_checkpoint, read_record
+from octopipe.runtime.training.checkpoint_folder import choose, latest
 from octopipe.runtime.training.data.batches import step_loss
 from octopipe.runtime.training.data.corpus import Windows
 from octopipe.runtime.training.data.opening import open_source
@@ -47,8 +48,8 @@ from octopipe.runtime.training.evaluate import evaluate
 from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.runtime.training.job import WARM_UP_STEPS, EvalReport, Phase, StepReport, TrainJob, TrainResult
 from octopipe.runtime.training.progress import Progress, exchange
-from octopipe.runtime.training.ready import made_ready
-from octopipe.runtime.training.resuming import check_resumable, other_precision, schedule_words, way_on
+from octopipe.runtime.training.ready import with_data
+from octopipe.runtime.training.resuming import check_resumable, other_precision, resumable_words, schedule_words
 from octopipe.runtime.training.run_parts import (
     Everyone,
     backend,
@@ -66,7 +67,6 @@ from octopipe.runtime.training.run_parts import (
     workload_of,
     worlds,
 )
-from octopipe.runtime.training.shelf import choose, latest
 from octopipe.runtime.training.step_batches import step_batches
 from octopipe.runtime.wire.telling import moment, naming_lost_peers
 from octopipe.simulation.contention import predict
@@ -82,16 +82,16 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun (then the result is None on all ranks except the
     first)."""
     with folder(job):
-        job = made_ready(job, listen or launch.unheard)
+        job = with_data(job, listen or launch.no_report)
         try:
             result: TrainResult | None = _start(train_rank, job, job, listen)
             return result
         except launch.RankError as error:
             if UNFIT in str(error):
                 raise DoesNotFitError(str(error)) from None
-            raise launch.RankError(error.rank, f"{error}{way_on(job)}") from None
+            raise launch.RankError(error.rank, f"{error}{resumable_words(job)}") from None
         except Diverged as error:
-            raise Diverged(f"{error}{way_on(job)}") from None
+            raise Diverged(f"{error}{resumable_words(job)}") from None
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
@@ -281,7 +281,7 @@ class _Run:
 
     def resume(self) -> int:
         """Load the newest valid checkpoint, or the requested one; returns the step to continue with."""
-        with moment("while the checkpoint to go on from was chosen"):
+        with moment("while the checkpoint to resume from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
         for note in other_precision(self.job, read_record(path), path):

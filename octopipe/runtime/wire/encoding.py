@@ -184,7 +184,7 @@ def check_way(way: Any) -> None:
         or (isinstance(way, Registered) and kind in pytree.SUPPORTED_NODES)
     )
     if not good:
-        raise ValueError(f"{kind!r} is no {type(way).__name__}")
+        raise ValueError(f"{kind!r} is not a {type(way).__name__}")
 
 
 def _tensor(rest: list[Any], aside: list[Tensor] | None) -> Tensor:
@@ -255,21 +255,21 @@ def _found(module: str, name: str) -> Any:
 def _loaded_type(parts: list[Any]) -> type:
     found = _found(*parts)
     if not isinstance(found, type):
-        raise ValueError(f"{parts} is no type")
+        raise ValueError(f"{parts} is not a type")
     return found
 
 
 def _loaded_function(parts: list[Any]) -> Any:
     found = _found(*parts)
     if not isinstance(found, _FUNCTIONS):
-        raise ValueError(f"{parts} is no function")
+        raise ValueError(f"{parts} is not a function")
     return found
 
 
 def _member(parts: list[Any]) -> enum.Enum:
     kind = _loaded_type(parts[:2])
     if not issubclass(kind, enum.Enum):
-        raise ValueError(f"{kind!r} is no enum")
+        raise ValueError(f"{kind!r} is not an enum")
     return kind[parts[2]]
 
 

@@ -182,7 +182,7 @@ def _checked_flags(form: Form, depth: int) -> list[bool]:
     if form is True or form is False:
         return [form]
     if type(form) is not tuple or not form or depth > 200:
-        raise ValueError("a form that nobody makes")
+        raise ValueError("an unknown form")
     if form[0] is not tuple and form[0] is not list:
         check_way(form[0])
     return [flag for part in form[1:] for flag in _checked_flags(part, depth + 1)]

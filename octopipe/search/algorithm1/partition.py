@@ -65,25 +65,25 @@ def _coarse(evaluator: Evaluator, st: State, load: Floats) -> list[tuple[str, St
     count = round(float(load[busiest] - load[least]) / 2 / max(float(evaluator.layer_ms.mean()), 1e-12))
     if count < 2:
         return []
-    givers, takers = np.flatnonzero(rank == busiest).tolist(), np.flatnonzero(rank == least).tolist()
+    sources, targets = np.flatnonzero(rank == busiest).tolist(), np.flatnonzero(rank == least).tolist()
     out = []
-    for _, i, j in sorted((abs(i - j), i, j) for i in givers for j in takers)[: evaluator.settings.migrations // 4]:
+    for _, i, j in sorted((abs(i - j), i, j) for i in sources for j in targets)[: evaluator.settings.migrations // 4]:
         moved = slide(evaluator, st, i, j, count)
         if moved is not None:
             out.append((f"migrate {count} layers from rank {busiest} to {least}", moved))
     return out
 
 
-def slide(evaluator: Evaluator, st: State, giver: int, taker: int, count: int) -> State | None:
-    """Return the state in which stage `giver` has lost `count` layers and stage `taker` has gained as many; None if the
-    giver would become empty."""
-    if st.stages[giver].num_layers <= count:
+def slide(evaluator: Evaluator, st: State, source: int, target: int, count: int) -> State | None:
+    """Return the state in which stage `source` has lost `count` layers and stage `target` has gained as many; None if
+    the source would become empty."""
+    if st.stages[source].num_layers <= count:
         return None
     bounds = np.array(st.bounds)
-    if giver < taker:
-        bounds[giver + 1 : taker + 1] -= count
+    if source < target:
+        bounds[source + 1 : target + 1] -= count
     else:
-        bounds[taker + 1 : giver + 1] += count
+        bounds[target + 1 : source + 1] += count
     return rebounded(evaluator, st, bounds)
 
 
@@ -112,8 +112,8 @@ class Slides:
             sums = np.concatenate((np.zeros((1, evaluator.num_ranks)), np.cumsum(one, axis=0)))
             for a in range(1, n):
                 for e in range(a, min(a + evaluator.settings.reach, n)):
-                    giver = a - 1 if by < 0 else e
-                    if bounds[giver + 1] - bounds[giver] > 1:
+                    source = a - 1 if by < 0 else e
+                    if bounds[source + 1] - bounds[source] > 1:
                         runs.append((a, e, by))
                         changes.append(sums[e + 1] - sums[a])
         self.runs = np.array(runs, np.int64).reshape(-1, 3)
@@ -134,6 +134,6 @@ class Slides:
         rank = self.state.prices.rank
         ways = []
         for a, e, by in self.runs[list(chosen)].tolist():
-            giver, taker = (a - 1, e) if by < 0 else (e, a - 1)
-            ways.append(f"from rank {int(rank[giver])} to {int(rank[taker])}")
+            source, target = (a - 1, e) if by < 0 else (e, a - 1)
+            ways.append(f"from rank {int(rank[source])} to {int(rank[target])}")
         return f"migrate a layer {' and one '.join(ways)}"

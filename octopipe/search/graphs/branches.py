@@ -92,11 +92,11 @@ def search_graph(
 def _branches(plan: Plan, costs: CostTable) -> list[int]:
     """The stages that begin after the last layer whose output forks, or from the first head on."""
     assert costs.graph is not None
-    takers: dict[int, int] = {}
+    consumers: dict[int, int] = {}
     for row in costs.graph.takes:
         for k in row:
-            takers[k] = takers.get(k, 0) + 1
-    fork = max((k for k, count in takers.items() if count > 1 and k > 0), default=costs.num_layers)
+            consumers[k] = consumers.get(k, 0) + 1
+    fork = max((k for k, count in consumers.items() if count > 1 and k > 0), default=costs.num_layers)
     first = next((k for k in costs.graph.ends if k > 0), costs.num_layers)
     return [s for s, stage in enumerate(plan.stages) if stage.first > min(fork, first - 1)]
 

@@ -270,5 +270,5 @@ class CutHeadSearch:
             edges=(layout.edges(),),
         )
         if problems := plan.problems():
-            raise OctoPipeError(f"a schedule that was searched for is wrong: {problems[0]}")
+            raise OctoPipeError(f"the search produced an invalid schedule: {problems[0]}")
         return plan

@@ -243,20 +243,20 @@ def run(p, state, r, s, kind):  # type: ignore[no-untyped-def]
 
 
 @njit
-def reach(p, state, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
+def reach(p, state, row, t, m, r, end, producer):  # type: ignore[no-untyped-def]
     """Pass a result on to stage t; its rank decides again if that was the last result it waited for."""
     q = p.rank[t]
-    last = join(p, state.arrived, state.missing, state.channel, row, t, m, r, end, giver)
+    last = join(p, state.arrived, state.missing, state.channel, row, t, m, r, end, producer)
     if last and state.idle[q] == 1:
         state.clock[q] = min(state.clock[q], max(state.arrived[row, t, m], state.free[q]))
 
 
 @njit
-def join(p, arrived, missing, channel, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
-    """Pass a result of rank r on to stage t; returns True if it was the last one that t waited for. `giver` is the
+def join(p, arrived, missing, channel, row, t, m, r, end, producer):  # type: ignore[no-untyped-def]
+    """Pass a result of rank r on to stage t; returns True if it was the last one that t waited for. `producer` is the
     stage whose output, or the gradient of whose output, is sent."""
     q = p.rank[t]
-    hop = p.latency[r, q] + p.nbytes[giver, m] * p.share[p.path[m], giver] * p.per_byte[r, q]
+    hop = p.latency[r, q] + p.nbytes[producer, m] * p.share[p.path[m], producer] * p.per_byte[r, q]
     arrived[row, t, m] = max(arrived[row, t, m], handed_over(channel, r, q, end, hop))
     missing[row, t, m] -= 1
     return missing[row, t, m] == 0

@@ -331,5 +331,5 @@ def _worthwhile(plan: Plan, costs: CostTable) -> Plan:
     out = replace(plan, pairs=kept)
     problems = out.problems()
     if problems:
-        raise OctoPipeError(f"a schedule that was searched for is wrong: {problems[0]}")
+        raise OctoPipeError(f"the search produced an invalid schedule: {problems[0]}")
     return out

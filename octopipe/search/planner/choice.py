@@ -47,7 +47,7 @@ def simpler_first(candidate: Candidate) -> float:
     return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
 
 
-def hoped_first(candidate: Candidate) -> float:
+def fastest_if_tuned(candidate: Candidate) -> float:
     """The sort key of `simpler_first`, applied to the step time that tuning is estimated to reach."""
     return candidate.tuned_ms * simpler_first(candidate) / candidate.step_ms
 

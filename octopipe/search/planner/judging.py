@@ -21,7 +21,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.search.planner.budget import Stop, never
-from octopipe.search.planner.choice import hoped_first, simpler_first
+from octopipe.search.planner.choice import fastest_if_tuned, simpler_first
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import Runtime
 from octopipe.search.planner.splits import Split, finer
@@ -91,7 +91,7 @@ def judge(
         seen.add(split)
         judged += 1
         if judged % 50 == 0:
-            tell(f"{judged} of {len(every)} splits judged")
+            tell(f"{judged} of {len(every)} splits evaluated")
         found = pricer.candidate(split, modes)
         if found.fits:
             for heap, ms in zip(heaps, (found.step_ms, found.tuned_ms)):
@@ -126,7 +126,7 @@ def climbed(
     known, seen = set(every), {c.split for c in kept}
     out, more = list(kept), 0
     while True:
-        starts = {c.split for key in (simpler_first, hoped_first) for c in sorted(out, key=key)[:CLIMBED]}
+        starts = {c.split for key in (simpler_first, fastest_if_tuned) for c in sorted(out, key=key)[:CLIMBED]}
         reached = dict.fromkeys(split for start in sorted(starts) for split in neighbours(start))
         near = [split for split in reached if split in known and split not in seen]
         if not near:

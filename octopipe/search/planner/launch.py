@@ -112,10 +112,11 @@ def _page(
     out += ["", *words, *skipped, "", "## Files", "", "- `plan.json`: the plan; `octopipe report plan.json` shows it"]
     if name:
         out += [
-            f"- `train.sh`: the command for {RUNTIMES[name].version}; further flags are handed on",
+            f"- `train.sh`: the command for {RUNTIMES[name].version}; further flags are passed on",
             "- `job.sbatch`: the same under Slurm: `sbatch job.sbatch`",
             "",
-            "Data, schedule and checkpoints are yours to add: what stands there starts a run that measures speed.",
+            "Add your data, learning-rate schedule and checkpoints: as written, the command starts a run that "
+            "measures speed.",
         ]
     out += ["", "## Every runtime", ""]
     for other, line in lines.items():

@@ -16,7 +16,7 @@ from octopipe.base.limits import MAX_SEED
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
-from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
+from octopipe.search.planner.choice import MARGIN, fastest_if_tuned, simplest, varied
 from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, climbed, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
@@ -215,17 +215,17 @@ class _Run:
                     self._scheduled(found)
 
     @property
-    def hopeful(self) -> list[Candidate]:
+    def promising(self) -> list[Candidate]:
         """The splits with a pipeline, sorted by the estimated step time after tuning."""
-        return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
+        return varied([c for c in sorted(self.kept, key=fastest_if_tuned) if c.split.pp > 1], each=1)
 
     def schedule(self, until: float) -> None:
         """Simulate splits of published runs and the most promising ones under zero-bubble and similar schedules, until
         this share of the budget is spent. For a few simulations each, this gains most of what tuning would gain."""
         if not self.runtime.any_order:
             return
-        used = [c for c in sorted(self.kept, key=hoped_first) if c.split in self.published and c.split.pp > 1]
-        for candidate in [*used, *self.hopeful[:SIMULATED]]:
+        used = [c for c in sorted(self.kept, key=fastest_if_tuned) if c.split in self.published and c.split.pp > 1]
+        for candidate in [*used, *self.promising[:SIMULATED]]:
             if self.budget.over(until) or not self._affords(candidate):
                 return
             if candidate.split not in self.scheduled and candidate.tuned_ms < self.best_ms:
@@ -242,7 +242,7 @@ class _Run:
         is time."""
         if self.runtime.tuned:
             number = TUNED + int(self.budget.seconds // TUNING_S) - 1
-            for candidate in self.hopeful[: 2 * number]:
+            for candidate in self.promising[: 2 * number]:
                 if self.budget.over():
                     return
                 if candidate.split in self.improved or candidate.tuned_ms >= self.best_ms:
@@ -319,8 +319,8 @@ class _Run:
             self._skip(candidate, begun.step_ms, why_not)
 
     def _skip(self, candidate: Candidate, now_ms: float, why: str) -> None:
-        hope = 100 * (min(now_ms, self.best_ms) / candidate.tuned_ms - 1.0)
-        may = f" More time could gain up to {hope:.0f} % (estimate)." if hope >= 1.0 else ""
+        gain = 100 * (min(now_ms, self.best_ms) / candidate.tuned_ms - 1.0)
+        may = f" More time could gain up to {gain:.0f} % (estimate)." if gain >= 1.0 else ""
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
 
     def _unjudged(self, best: Candidate) -> list[str]:

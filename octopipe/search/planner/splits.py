@@ -226,7 +226,7 @@ def why_no_split(
     if fixed.get("zero", 0) >= 2 and fixed.get("pp", 1) > 1:
         return (
             f"no runtime keeps weights or gradients sharded in a pipeline, so zero {fixed['zero']} and pp "
-            f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes make of it, or pp 1"
+            f"{fixed['pp']} exclude each other; give zero 1, which is what runtimes use in that case, or pp 1"
         )
 
     def exists(sizes: Mapping[str, int], on: Runtime = runtime) -> bool:

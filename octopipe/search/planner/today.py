@@ -38,7 +38,7 @@ def _priced(pricer: Pricer, gpus: int, today: Mapping[str, int], recompute: str,
         need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     if sizes["vp"] > 1 and sizes["pp"] == 1:
-        raise OctoPipeError(f"today's split has vp {sizes['vp']} but no pipeline (pp 1); leave vp out or say which pp")
+        raise OctoPipeError(f"today's split has vp {sizes['vp']} but no pipeline (pp 1); leave vp out, or give pp")
     if sizes["pp"] > 1:
         sizes["zero"] = min(sizes["zero"], 1)  # with a pipeline, runtimes shard only optimizer state
     if "etp" not in sizes:

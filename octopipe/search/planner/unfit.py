@@ -59,16 +59,16 @@ def unrun(best: Candidate, spec: ModelSpec) -> str:
 def unfit(pricer: Pricer, found: Candidate, modes: tuple[str, ...]) -> str:
     """Return the error for a split that is the leanest and does not fit, with what would help it."""
     base, setup = pricer.base, found.setup
-    mends = ["take more GPUs"]
+    remedies = ["take more GPUs"]
     if modes in (("none",), ("selective",)) and base.offload_layers is None:
         again = pricer.candidate(found.split, ("none", "full"))
-        mends += [f"give --recompute auto, with which {found.split.words()} fits"] if again.fits else []
+        remedies += [f"give --recompute auto, with which {found.split.words()} fits"] if again.fits else []
     state = least_state_bytes(found.split, pricer.dense, pricer.experts, base, pricer.trained) / GIB
     if state < found.limit_gib:
-        mends.append("take shorter sequences (--seq)")
+        remedies.append("take shorter sequences (--seq)")
     if setup.gpu is not None and not setup.nodes and found.peak_gib <= setup.gpu_memory_gib - RESERVE_LEAST_GIB:
-        mends.append("keep a smaller --reserve-gib")
-    words = mends[0] if len(mends) == 1 else f"{', '.join(mends[:-1])}, or {mends[-1]}"
+        remedies.append("keep a smaller --reserve-gib")
+    words = remedies[0] if len(remedies) == 1 else f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
     return (
         f"no split of {gpus} fits {pricer.spec.name}: even {found.split.words()} needs "

@@ -204,4 +204,4 @@ def difference_words(best: Why, today: Why) -> str:
         if abs(ms) >= LEAST * today.step_ms
     ]
     verb = "saves" if saved >= 0 else "costs"
-    return f"It {verb} {milliseconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"
+    return f"It {verb} {milliseconds(abs(saved))} a step: {', '.join(told) or 'nothing significant'}"

@@ -214,7 +214,7 @@ def _what_may_be(
     if copies is None:
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
-            notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+            notes.append("no plan may hold layers twice, because the costs contain no weights; --copies allows it")
     unlike = costs.not_repeatable()
     if start is not None and any(k in stage.recomputed_layers for k in unlike for stage in start.stages):
         raise OctoPipeError(

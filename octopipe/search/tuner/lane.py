@@ -16,8 +16,8 @@ from octopipe.search.tuner.core.problem import Problem, make_rng
 from octopipe.search.tuner.polish import Polisher
 from octopipe.search.tuner.population import Judge, Population, Start
 from octopipe.search.tuner.mechanics import (
-    CHUNK, JUDGED_EACH, MISFITS, MOVES_PER_DRAW, POLISH_CHUNK, POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST, POLISH_CHUNK_S,
-    TIMED,
+    CHUNK, FAILED_DRAWS, JUDGED_EACH, MOVES_PER_DRAW, POLISH_CHUNK, POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST,
+    POLISH_CHUNK_S, TIMED,
 )  # fmt: skip
 from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS, STRUCTURE_MOVES
 from octopipe.search.tuner.starts import Starts
@@ -101,8 +101,8 @@ class Lane:
         while self.budget.share() < until:
             while self.inbox:
                 self.starts.keyed(*self.inbox.pop(0))
-            misfits = not self.starts.kept and not self.found and self.starts.draws - first >= MISFITS
-            self.starts.draw(self.may_recompute and misfits)
+            no_fit = not self.starts.kept and not self.found and self.starts.draws - first >= FAILED_DRAWS
+            self.starts.draw(self.may_recompute and no_fit)
             self.budget.made += MOVES_PER_DRAW
             self.note(MOVES_PER_DRAW, "", "", np.inf, np.inf)
 

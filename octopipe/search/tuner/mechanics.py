@@ -53,7 +53,7 @@ POLISH_CHUNK = 200
 """If moves are counted instead of time, polishing looks at the count after this many."""
 POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST = 10, 20_000
 """Between two looks at the clock, polishing makes at least and at most this many moves."""
-MISFITS = 6
+FAILED_DRAWS = 6
 """If this many draws gave no structure that fits, further starts recompute all activations, if that is allowed."""
 MOST_ROUNDS, LEAST_MOST = 10, 24
 """A structure has at most MOST_ROUNDS stages per rank, or LEAST_MOST stages in all if that is more."""

@@ -21,7 +21,7 @@ Plans that hold each layer once:
   idles after u because it has not been reached yet is added to that. The proof is in `ramp.py`.
 - *loads*: layers cannot be cut: the smallest possible maximum over ranks of (head + work of whole layers),
   where the rank that is reached first holds layer 0. Found by dealing layers of equal work out rank by rank
-  (dynamic programming over how many of each kind are dealt), exact to a hundred-thousandth.
+  (dynamic programming over how many of each kind are assigned), exact to a hundred-thousandth.
 
 Plans that may hold layers on several ranks: `copied_bound`, with the same arguments for layers that as many ranks share
 as have room for the weights, and with the reduction of gradients that every copied layer ends with.
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
 from octopipe.simulation.bounds.cut import with_cut_ends, with_least_work
-from octopipe.simulation.bounds.loads import dealable, steps_of
+from octopipe.simulation.bounds.loads import assignable, steps_of
 from octopipe.simulation.bounds.ramp import Ramp
 from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
 
@@ -246,7 +246,7 @@ def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, reco
 
 
 def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
-    """Return the smallest T for which whole layers can be dealt out so that no rank's head + work exceeds T.
+    """Return the smallest T for which whole layers can be assigned to ranks so that no rank's head + work exceeds T.
 
     If ranks differ in speed, heads are left out, since it is not known which rank is reached when.
     """
@@ -265,11 +265,11 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lan
     if steps_of(counts) > _MAX_STEPS:
         return floor  # many layers that all differ: the exact answer would take long
     low = high = max(floor, min(slow) * float(work.max()))
-    while not dealable(high, heads, slow, kinds, counts, first):
+    while not assignable(high, heads, slow, kinds, counts, first):
         low, high = high, high * 1.04
     while high - low > 1e-5 * high:
         middle = 0.5 * (low + high)
-        if dealable(middle, heads, slow, kinds, counts, first):
+        if assignable(middle, heads, slow, kinds, counts, first):
             high = middle
         else:
             low = middle

@@ -15,29 +15,29 @@ Array = NDArray[np.float64]
 
 
 def steps_of(counts: NDArray[np.int64]) -> float:
-    """Return the most steps that one call of `dealable` takes."""
+    """Return the most steps that one call of `assignable` takes."""
     return float(np.prod(counts + 1.0)) * counts.size
 
 
-def dealable(
+def assignable(
     limit: float, heads: Array, slow: list[float], kinds: Array, counts: NDArray[np.int64], first: int
 ) -> bool:
-    """Return whether all layers can be dealt to the ranks so that each stays within `limit`. `first` is the kind of
+    """Return whether all layers can be assigned to the ranks so that each stays within `limit`. `first` is the kind of
     layer 0, which must lie on the rank that is reached first; -1 if any rank may hold it."""
     rooms = (limit - heads) / np.array(slow)
     if first >= 0 and kinds[first] > rooms[0] + 1e-9:
         return False
     strides = np.concatenate((np.cumprod((counts + 1)[:0:-1])[::-1], [1])).astype(np.int64)
-    return bool(_dealable(rooms, kinds, counts.astype(np.int64), strides, first))
+    return bool(_assignable(rooms, kinds, counts.astype(np.int64), strides, first))
 
 
 @njit
-def _dealable(rooms, kinds, counts, strides, first):  # type: ignore[no-untyped-def]
+def _assignable(rooms, kinds, counts, strides, first):  # type: ignore[no-untyped-def]
     """Fill the ranks one after another, by dynamic programming.
 
-    A state is how many layers of every kind have been dealt. Of all ways to reach a state, only the best is kept: the
-    one that has come to the earliest rank, and among these the one with the smallest load there. It can be continued in
-    every way in which the others can.
+    A state is how many layers of every kind have been assigned. Of all ways to reach a state, only the best is kept:
+    the one that has come to the earliest rank, and among these the one with the smallest load there. It can go on
+    in every way in which the others can.
     """
     ranks = rooms.size
     states = 1
@@ -46,15 +46,15 @@ def _dealable(rooms, kinds, counts, strides, first):  # type: ignore[no-untyped-
     rank = np.full(states, ranks, np.int64)
     load = np.zeros(states, np.float64)
     begin = 0
-    if first >= 0:  # layer 0 is dealt before all others
+    if first >= 0:  # layer 0 is assigned before all others
         begin = strides[first]
         load[begin] = kinds[first]
     rank[begin] = 0
-    dealt = np.zeros(kinds.size, np.int64)
+    assigned = np.zeros(kinds.size, np.int64)
     for state in range(states):
         if rank[state] < ranks:
             for d in range(kinds.size):
-                if dealt[d] < counts[d]:
+                if assigned[d] < counts[d]:
                     k = rank[state]
                     total = load[state] + kinds[d]
                     if total > rooms[k] + 1e-9:
@@ -67,8 +67,8 @@ def _dealable(rooms, kinds, counts, strides, first):  # type: ignore[no-untyped-
                         rank[after] = k
                         load[after] = total
         for d in range(kinds.size - 1, -1, -1):
-            dealt[d] += 1
-            if dealt[d] <= counts[d]:
+            assigned[d] += 1
+            if assigned[d] <= counts[d]:
                 break
-            dealt[d] = 0
+            assigned[d] = 0
     return rank[states - 1] < ranks

@@ -91,7 +91,7 @@ def torch_order(plan: Plan) -> TorchOrder:
         )
     elif priced_recomputation(plan) == "selective":
         notes.append(
-            "the plan was priced with --recompute selective, which is no part of a schedule: without it the modules "
+            "the plan was priced with --recompute selective, which a schedule cannot express: without it the modules "
             "hold more memory than the plan says"
         )
     stages = tuple(Stage(first=s.first, stop=s.stop, rank=s.rank) for s in (plan.stages[number] for number in route))

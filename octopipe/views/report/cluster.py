@@ -173,7 +173,7 @@ def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
             raise ValueError(f"{value:g} tokens per second on {count} GPUs")
     heading = "<h3>tokens per second against GPUs</h3>"
     if not known:
-        return f'<div>{heading}<p class="note">no number of GPUs was looked at</p></div>'
+        return f'<div>{heading}<p class="note">no number of GPUs was evaluated</p></div>'
     low, high = min(k[0] for k in known), max(k[0] for k in known)
     here = next((k for k in known if k[0] == gpus), known[0])
     per_gpu = here[1] / here[0]

@@ -84,7 +84,7 @@ def parse_request(data: bytes) -> Asked:
         return cast(Asked, found)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         words = " ".join(str(error).split()).replace("`", "").replace(" - at $.", ": ")
-        raise OctoPipeError(f"the form is not filled in rightly ({words[:160]})") from None
+        raise OctoPipeError(f"the form is not valid ({words[:160]})") from None
 
 
 class Job:

@@ -49,7 +49,9 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
 def load_entries(paths: Sequence[str | Path], setting: Mapping[str, Any]) -> list[Entry]:
     """Load all files in order. A timeline gets layers from a plan with the same ops, and all labels are unique."""
     entries = [load_entry(path, setting) for path in paths]
-    labels = told_apart([(e.name, e.timeline.measured, stem_of(path)) for e, path in zip(entries, paths, strict=True)])
+    labels = unique_labels(
+        [(e.name, e.timeline.measured, stem_of(path)) for e, path in zip(entries, paths, strict=True)]
+    )
     plans = [e for e in entries if e.plan is not None]
     out: list[Entry] = []
     for entry, label in zip(entries, labels, strict=True):
@@ -63,12 +65,12 @@ def load_entries(paths: Sequence[str | Path], setting: Mapping[str, Any]) -> lis
     return out
 
 
-def told_apart(found: Sequence[tuple[str, bool, str]]) -> list[str]:
+def unique_labels(found: Sequence[tuple[str, bool, str]]) -> list[str]:
     """Return unique labels from names, whether each was measured, and the files; a label states only what is needed.
 
-    >>> told_apart([("octopipe", False, "plan"), ("octopipe", True, "run"), ("1f1b", False, "base")])
+    >>> unique_labels([("octopipe", False, "plan"), ("octopipe", True, "run"), ("1f1b", False, "base")])
     ['octopipe, predicted', 'octopipe, measured', '1f1b']
-    >>> told_apart([("octopipe", False, "a"), ("octopipe", False, "b"), ("octopipe", False, "b")])
+    >>> unique_labels([("octopipe", False, "a"), ("octopipe", False, "b"), ("octopipe", False, "b")])
     ['octopipe (a)', 'octopipe (b)', 'octopipe (b), 2']
     """
     kinds: dict[str, set[bool]] = {}

@@ -118,11 +118,11 @@ function buildTools(tools, view, head, entries, box) {
     ...(entries.some((e) => e.memory) ? [check("memory", "memory")] : []),
     check("transfers", "transfers"), check("critical", "critical path"), box.find.node, box.arrows,
     element("span", { class: "legend" }, ...used.map((k) => element("span", {}, swatch(`rgb(${head.colours[k]})`), `${k} ${head.kind_names[k]}`)),
-      again ? element("span", { title: "a forward with a foot: its stage keeps inputs alone and computes the rest again (R)" },
+      again ? element("span", { title: "a forward with a bar at the bottom: its stage keeps only inputs and recomputes the rest (R)" },
         element("i", { class: "swatch foot", style: `background:rgb(${head.colours.F});border-color:rgb(${head.colours.R})` }), "F, recomputed later") : null,
-      entries.some((e) => e.now.extras.length) ? element("span", { title: "after a rank's last op; a thin foot where it runs beside ops" },
+      entries.some((e) => e.now.extras.length) ? element("span", { title: "after a rank's last op; a thin bar where it overlaps with ops" },
         swatch("var(--line)"), "gradient reduction, optimizer") : null,
-      lanes ? element("span", { title: "exchange: tokens on their way between the ranks that share the experts" },
+      lanes ? element("span", { title: "exchange: tokens in transfer between the ranks of an expert-parallel group" },
         `above: compute, below: exchange (${lanes})`) : null),
     ...(parts.length ? [element("span", { class: "legend" }, "memory: ", ...parts.map((name) => element("span", {}, swatch(MEMORY_COLOURS[name]), name)))] : []));
 }

@@ -21,7 +21,7 @@ from octopipe.views.export.svg import timeline_svg
 
 MAX_INLINE_OPS = 3000
 """Above this number of ops the picture is embedded as an image: thousands of boxes in the page make an editor slow."""
-SCHEMATIC = "a schematic of the order alone: every layer takes one unit for F, I and W, so its lengths are no times"
+SCHEMATIC = "a schematic of the order alone: every layer takes one unit for F, I and W, so its lengths are not times"
 
 
 def notebook_html(what: object) -> str | None:

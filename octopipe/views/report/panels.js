@@ -46,7 +46,7 @@ function setupStrip(entries) {
     if (rate.tokens !== null) {
       facts.push(fact(`tokens/s${suffix}`, whole(rate.all), of), fact("tokens/s per GPU", whole(rate.tokens), of));
     }
-    if (rate.mfu !== null) facts.push(fact("MFU", percent(rate.mfu), `${of}: model FLOPs over the GPU's peak; nothing computed again counts`));
+    if (rate.mfu !== null) facts.push(fact("MFU", percent(rate.mfu), `${of}: model FLOPs over the GPU's peak; recomputation does not count`));
   }
   return element("dl", { class: "setup", "aria-label": "Set-up" }, ...facts);
 }
@@ -139,9 +139,9 @@ function numbersTable(entries) {
     ["tokens/s per GPU", (e) => rate(e, "tokens", whole)],
     ["model TFLOP/s per GPU", (e) => rate(e, "tflops", (v) => v.toFixed(1))],
     ["MFU", (e) => rate(e, "mfu", (v) => percent(v, 2))],
-    ["makespan of the compute", (e) => formatMs(e.now.makespan)],
+    ["pipeline time", (e) => formatMs(e.now.makespan)],
     ["bubble", (e) => percent(numbersOf(e).bubble_ratio, 2)],
-    ["lower bound", (e) => (!e.lower_bound_ms ? "" : boundHolds(e) ? `${formatMs(e.lower_bound_ms)}${e.bound_of ? ` (${e.bound_of})` : ""}` : changed(e) ? "not for what if" : "not for these costs")],
+    ["lower bound", (e) => (!e.lower_bound_ms ? "" : boundHolds(e) ? `${formatMs(e.lower_bound_ms)}${e.bound_of ? ` (${e.bound_of})` : ""}` : changed(e) ? "not proven for changed times" : "not proven for these costs")],
     ...PARTS.map((p) => [`idle: ${p} (mean of the ranks)`, (e) => formatMs(numbersOf(e).bubbles_ms[p].reduce((a, b) => a + b, 0) / e.num_ranks)]),
     ["peak memory (fullest rank)", (e) => (peak(e) > 0 ? gib(peak(e)) : "not known")],
     ["fits in memory", (e) => (!(peak(e) > 0) ? "not known" : !e.capacity.some((c) => c !== null) ? "no limit given" : numbersOf(e).fits ? "yes" : "no")],

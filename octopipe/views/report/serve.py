@@ -307,7 +307,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             kept = msgspec.json.decode(body, type=dict[str, Any])
             if kept.get("format") != ANSWER or not isinstance(kept.get("record"), dict):
-                raise OctoPipeError(f'this file is no answer of the page (its "format" is not {ANSWER}); plan again')
+                raise OctoPipeError(
+                    f'this file is not an answer that this page saved (its "format" is not {ANSWER}); plan again'
+                )
             plan = kept.get("plan")
             self._json(HTTPStatus.OK, shown_answer(kept["record"], plan if isinstance(plan, str) else None))
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:

@@ -46,7 +46,7 @@ from octopipe.views.reproduce.reading import (
     whole_plan,
     with_backward,
 )
-from octopipe.views.reproduce.store import Shelf
+from octopipe.views.reproduce.store import ResultStore
 
 PROFILES_VARIABLE = "OCTOPIPE_PROFILES"
 ROOT = Path(octopipe.__file__).resolve().parents[1]
@@ -175,7 +175,7 @@ class Bench:
     """Costs, baselines and searches of one reproduction, each computed once."""
 
     options: Options
-    shelf: Shelf = field(default_factory=Shelf)
+    store: ResultStore = field(default_factory=ResultStore)
     fresh: bool = False
     """Whether to run every search again, even if its plan is stored, and to store the new plan."""
     searches: bool = True
@@ -386,7 +386,7 @@ class Bench:
         key = hashlib.sha256(repr((costs_key(costs), ranks, micro_batches, *question)).encode()).hexdigest()[:24]
         self.asked.add(key)
         code = code_digest(str(question[0]))
-        kept = self.shelf.get(key, code)
+        kept = self.store.get(key, code)
         again = (self.fresh or self.search_again(costs, str(question[0]))) and key not in self.made
         if kept is not None and not again:
             return kept
@@ -406,7 +406,7 @@ class Bench:
             )
         self.say(f"{question[0]}: {costs.model}, pp {ranks}, {micro_batches} micro-batches")
         plan, log = search()
-        return self.shelf.put(key, code, plan, log)
+        return self.store.put(key, code, plan, log)
 
     def step(self, plan: Plan, costs: CostTable, *, channel: Channel = "directed", label: str = "OctoPipe") -> Timeline:
         return simulate(plan, costs, channel=channel, label=label, check=False)

@@ -19,7 +19,7 @@ from octopipe.views.reproduce.models import costs_in_words
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.row import result_from
 from octopipe.views.reproduce.runner import Finished
-from octopipe.views.reproduce.store import Shelf, read_kept, write_kept
+from octopipe.views.reproduce.store import ResultStore, read_kept, write_kept
 
 COMMAND = "octopipe reproduce all --page docs/reproduction.md"
 ROWS, PLANS, APPENDIX = "rows.json", "plans.b85", "appendix.md"
@@ -68,7 +68,9 @@ def page_files(finished: Sequence[Finished], options: Options, *, complete: bool
     return files
 
 
-def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf: Shelf, *, complete: bool) -> None:
+def write_page(
+    path: Path, finished: Sequence[Finished], options: Options, store: ResultStore, *, complete: bool
+) -> None:
     """Write the page and the files in the folder of its name; for a complete page also the plans behind it."""
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,9 +81,9 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
     record = {"format": "octopipe.reproduction-rows/1", "parts": rows, "pictures": drawn}
     write_json(folder / ROWS, rounded(record))
     if complete:
-        shelf.any_code = True
+        store.any_code = True
         keys = {key for f in finished for key in f.plans}
-        write_kept(folder / PLANS, {key: plan for key in keys if (plan := shelf.get(key, "")) is not None})
+        write_kept(folder / PLANS, {key: plan for key in keys if (plan := store.get(key, "")) is not None})
 
 
 def rounded(value: Any) -> Any:
@@ -119,9 +121,9 @@ def stale(path: Path, options: Options, parts: Sequence[Part], *, search_again: 
     folder = path.with_suffix("")
     if not (folder / PLANS).is_file():
         raise OctoPipeError(f"{path}: no plans are kept beside it in {folder.name}/{PLANS}; run make reproduce")
-    shelf = Shelf(any_code=True, plans=read_kept(folder / PLANS))
+    store = ResultStore(any_code=True, plans=read_kept(folder / PLANS))
     again = QuickSearches() if search_again else never
-    bench = Bench(options=options, shelf=shelf, searches=False, search_again=again)
+    bench = Bench(options=options, store=store, searches=False, search_again=again)
     finished = []
     for part in parts:
         finished.append(Finished(part=part, result=part.run(bench), reused=False))

@@ -190,7 +190,7 @@ class Row:
     def constructed(cls, id: str, claim: str, paper: Value, ours: Value, truth: bool, **more: Any) -> Row:
         """Return a row on a property that our code is built to have; raise if it does not, which is a bug."""
         if not truth:
-            raise OctoPipeError(f"{id}: {claim}: built to be {paper}, and is {ours}; mend the code")
+            raise OctoPipeError(f"{id}: {claim}: built to be {paper}, and is {ours}; remedy the code")
         return cls._made(id, claim, paper, baseline(ours), ["by construction", ""], **more)
 
     @classmethod

@@ -22,7 +22,7 @@ from octopipe.views.reproduce.bench import Bench, Options, code_digest, write_js
 from octopipe.views.reproduce.markdown import part_page
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.row import Result, result_from
-from octopipe.views.reproduce.store import Shelf
+from octopipe.views.reproduce.store import ResultStore
 
 FORMAT = "octopipe.reproduction/2"
 
@@ -67,7 +67,7 @@ def run_parts(
 ) -> list[Finished]:
     """Return every part's result, read from the folder if an earlier run finished it with the same options and code."""
     folder.mkdir(parents=True, exist_ok=True)
-    bench = bench or Bench(options=options, shelf=Shelf(folder=folder / "plans"), fresh=fresh)
+    bench = bench or Bench(options=options, store=ResultStore(folder=folder / "plans"), fresh=fresh)
     out = []
     for number, part in enumerate(parts):
 

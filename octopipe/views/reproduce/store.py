@@ -22,7 +22,7 @@ FORMAT = "octopipe.reproduction-plans/1"
 
 
 @dataclass(slots=True, kw_only=True)
-class Shelf:
+class ResultStore:
     """Plans by a key of the search's inputs; written to a folder as they are found."""
 
     folder: Path | None = None

@@ -29,9 +29,9 @@ def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
     if all(name in record for name in PAIR):
         return PAIR
     have = ", ".join(sorted(map(str, record))[:8]) or "nothing"
-    mend = "; render chats into prompt and completion" if "messages" in record else ""
+    remedy = "; render chats into prompt and completion" if "messages" in record else ""
     raise OctoPipeError(
-        f"{where}: neither {key!r} nor 'prompt' and 'completion' in it, but {have}; name the text: --text-key{mend}"
+        f"{where}: neither {key!r} nor 'prompt' and 'completion' in it, but {have}; name the text: --text-key{remedy}"
     )
 
 

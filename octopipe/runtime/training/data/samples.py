@@ -89,7 +89,7 @@ class Samples:
         if not {"input_ids", "decoder_input_ids", "labels"} & found.keys():
             have = ", ".join(sorted(found)) or "nothing"
             raise OctoPipeError(
-                f"{where}: neither input_ids nor labels in it, but {have}; write what the processor gave"
+                f"{where}: neither input_ids nor labels in it, but {have}; save the arrays that the processor returns"
             )
         for name in ("input_ids", "decoder_input_ids"):
             ids = found.get(name)

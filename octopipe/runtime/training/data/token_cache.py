@@ -30,7 +30,7 @@ from octopipe.runtime.training.data.corpus import Corpus
 
 FORMAT = 1
 Tell = Callable[[str], None]
-TOLD_EVERY = 20_000
+DOCUMENTS_PER_REPORT = 20_000
 """The number of documents between two progress reports."""
 
 
@@ -56,8 +56,8 @@ def kept_corpus(
     base = cache_folder()
     if base is None:
         raise OctoPipeError(
-            f"tokens of {where} cannot be kept: no cache folder belongs to this user alone; set OCTOPIPE_CACHE_DIR to "
-            "a folder that only you can write"
+            f"tokens of {where} cannot be cached: no cache folder belongs to this user alone; set OCTOPIPE_CACHE_DIR "
+            "to a folder that only you can write"
         )
     home = base / "data"
     try:
@@ -106,7 +106,7 @@ def _write(home: Path, key: str, documents: Iterable[Document], where: str, tell
                 marked |= document.counted is not None
                 marks.write(bytes(row.size * [1]) if document.counted is None else bytes(document.counted))
                 lengths.append(row.size)
-                if len(lengths) % TOLD_EVERY == 0:
+                if len(lengths) % DOCUMENTS_PER_REPORT == 0:
                     tell(f"{where}: {len(lengths):,} documents")
         if not lengths:
             raise OctoPipeError(f"{where}: no document with a token in it; check the file and --text-key")

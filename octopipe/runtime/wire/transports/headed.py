@@ -174,8 +174,8 @@ class HeadedTransport(Transport):
             end.whole = all(there)
         elif not all(there):
             raise OctoPipeError(
-                f"the {slot.describe()} has a gradient missing that was there in the step before: the layers in front "
-                "would take zeros where torch leaves None; multiply by zero instead of detaching in such steps"
+                f"the {slot.describe()} lacks a gradient that it contained in the step before: the preceding layers "
+                "would get zeros where torch leaves None; multiply by zero instead of detaching in such steps"
             )
         for k, gradient in enumerate(gradients):
             if gradient is None:

@@ -117,11 +117,11 @@ class OverflowArea:
         return chosen[1]
 
 
-class Shelf:
+class BoxArea:
     """The boxes from one rank to another, in a mapped file. Its first line states whether the sender has closed it."""
 
     def __init__(self, boxes: int, room: int, *, at: Address | None = None):
-        """`at`: the address of the shelf that the other end has created; without it, the shelf is created here."""
+        """`at`: the address of the area that the other end has created; without it, the area is created here."""
         self._stride = LINE + room
         front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
         size = front + OVERFLOW_BYTES
@@ -148,11 +148,11 @@ class Shelf:
         return Box(self, LINE + number * self._stride, timeout_s)
 
     def gone(self) -> bool:
-        """Whether the sender has closed the shelf or died (called by a receiver)."""
+        """Whether the sender has closed the area or died (called by a receiver)."""
         return bool(self.words[0]) or self.died()
 
     def died(self) -> bool:
-        """Whether the sender died without closing the shelf (called by a receiver)."""
+        """Whether the sender died without closing the area (called by a receiver)."""
         if self.words[0]:
             return False
         try:
@@ -175,11 +175,11 @@ class Shelf:
 class Box:
     """One end of one transfer. A transport calls `wait` for a receive that it has posted."""
 
-    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "length", "number", "pointer")
+    __slots__ = ("_area", "_at", "_timeout_s", "_words", "address", "bodies", "length", "number", "pointer")
 
-    def __init__(self, shelf: Shelf, offset: int, timeout_s: float):
-        self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
-        self.address = shelf.address + offset
+    def __init__(self, area: BoxArea, offset: int, timeout_s: float):
+        self._area, self._words, self._at, self._timeout_s = area, area.words, offset // 4, timeout_s
+        self.address = area.address + offset
         self.number = 0
         """The number of the last message that this end has sent or taken."""
         self.pointer = 0
@@ -216,8 +216,8 @@ class Box:
             ctypes.memmove(self.address + LINE, pointer, nbytes)
         place = 0
         if bodies:
-            place = self._shelf.overflow.find(sum(x[2] for x in bodies), self, number)
-            to = self._shelf.address + place
+            place = self._area.overflow.find(sum(x[2] for x in bodies), self, number)
+            to = self._area.address + place
             for body, size, room in bodies if place else ():
                 ctypes.memmove(to, body, size)
                 to += room
@@ -240,7 +240,7 @@ class Box:
         if length:
             ctypes.memmove(self.pointer, self.address + LINE, length)
         if place := words[at + PLACE]:
-            self.bodies = self._shelf.address + place * LINE
+            self.bodies = self._area.address + place * LINE
         else:
             self.bodies = 0
             fence()  # the message must be read before it is recorded as taken
@@ -258,7 +258,7 @@ class Box:
             slept = _syscall(_FUTEX, self.address, _WAIT, seen, _slice_at, None, 0)
             if slept and words[at + SENT] == seen:
                 # Woken by the timeout: check the peer. A message sent before the peer ended still counts.
-                if self._shelf.gone() and words[at + SENT] == seen:
+                if self._area.gone() and words[at + SENT] == seen:
                     raise WireError("connection closed by peer")
                 if time.monotonic() > end:
                     raise WireError("timed out")
@@ -283,8 +283,8 @@ class Mail:
     """All boxes of one rank of a pipeline."""
 
     def __init__(self) -> None:
-        self._out: dict[int, Shelf] = {}
-        self._in: dict[int, Shelf] = {}
+        self._out: dict[int, BoxArea] = {}
+        self._in: dict[int, BoxArea] = {}
 
     def open(self, control: Group, slots: Sequence[Slot], room: int, timeout_s: float) -> dict[int, Box]:
         """Boxes by slot number and end (2 * number, plus one for the sending end), for the peers on this host.
@@ -296,13 +296,13 @@ class Mail:
         for peer, mine in _by_peer(slots, sending=True).items():
             with suppress(OSError):
                 if supported():
-                    self._out[peer] = Shelf(len(mine), room)
+                    self._out[peer] = BoxArea(len(mine), room)
                     names[peer] = self._out[peer].address_elsewhere
         offered = gather_values(control, names)
         for peer, mine in _by_peer(slots, sending=False).items():
             if me in offered[peer]:
                 with suppress(OSError):  # not this host's file
-                    self._in[peer] = Shelf(len(mine), room, at=offered[peer][me])
+                    self._in[peer] = BoxArea(len(mine), room, at=offered[peer][me])
         accepted = gather_values(control, set(self._in))
         for name in names.values():
             forget(name.path)
@@ -318,13 +318,13 @@ class Mail:
 
     def dead(self) -> list[int]:
         """Peers that have died, among those that send to this rank."""
-        return [peer for peer, shelf in self._in.items() if shelf.died()]
+        return [peer for peer, area in self._in.items() if area.died()]
 
     def close(self) -> None:
-        for shelf in self._out.values():
-            shelf.close(sender=True)
-        for shelf in self._in.values():
-            shelf.close(sender=False)
+        for area in self._out.values():
+            area.close(sender=True)
+        for area in self._in.values():
+            area.close(sender=False)
         self._out.clear()
         self._in.clear()
 

@@ -50,8 +50,9 @@ class NcclTransport(OrderedTransport):
         _check_connections(len({self._queue(s) for s in slots}))
         if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             log.warning(
-                "CUDA loads kernels at their first use, and waits for the whole device then: beside receives that wait "
-                "the first step can hang; import octopipe.Pipeline before CUDA starts, or set CUDA_MODULE_LOADING=EAGER"
+                "CUDA loads a kernel when it is first used, and then waits for the whole device: while receives are "
+                "pending, the first step can hang; import octopipe.Pipeline before CUDA starts, or set "
+                "CUDA_MODULE_LOADING=EAGER"
             )
         # Torch warns that messages of an eagerly initialised group are serialised, which is what a queue needs.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -97,9 +98,9 @@ def _check_connections(queues: int) -> None:
     given = os.environ.get(name, "")
     if given.isdigit() and int(given) <= queues:
         raise OctoPipeError(
-            f"{name}={given} leaves {queues} queues of messages and the computation to share {given} hardware queues, "
-            f"and what waits holds up what it waits for; leave it out or set it to {min(32, 2 * queues + 2)} before "
-            "CUDA starts"
+            f"with {name}={given}, the computation and {queues} queues of messages share {given} hardware queues, "
+            "where an operation can block the one that it waits for; unset it, or set it to "
+            f"{min(32, 2 * queues + 2)} before CUDA starts"
         )
 
 

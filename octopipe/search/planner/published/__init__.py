@@ -70,8 +70,8 @@ def plan_by(
 def _limits(name: str) -> str:
     return {
         "alpa": "tensor and data parallel submeshes, optimizer state divided",
-        "dapple": "replicated stages without tensor parallelism and ZeRO; --tp and --zero grant them",
-        "metis": "groups of GPUs without ZeRO; --zero grants it",
+        "dapple": "replicated stages without tensor parallelism and ZeRO; --tp and --zero enable them",
+        "metis": "groups of GPUs without ZeRO; --zero enables it",
         "mist": "everything offloaded and recomputed",
     }[name]
 

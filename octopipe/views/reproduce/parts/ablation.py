@@ -310,7 +310,7 @@ def _bubbles(bench: Bench) -> Values:
 WHY = {
     "A": "without overlap every further stage costs two waits per micro-batch",
     "S": "our 1F1B has its W put off into bubbles already, which leaves little to scheduling alone",
-    "P": "the head's share of the imbalance decides what partitioning alone can mend",
+    "P": "the head's share of the imbalance decides what partitioning alone can remedy",
     "ASP": "the tuner counts on overlap: its plans send more, and without overlap every transfer makes a rank wait",
     "ASPO": HIGHER,
 }

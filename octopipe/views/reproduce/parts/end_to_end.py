@@ -193,7 +193,7 @@ def _trends(bench: Bench) -> list[Row]:
             tuned(bench, lambda h, t: max(MIXED, key=lambda c: _gain(bench, c, h, t))[0]),
             both(bench, lambda h: max(MIXED, key=lambda c: _gain(bench, c, h))[0] == "nemotron-h-56b"),
             source=SOURCE,
-            why="the head weighs more in small models, and its imbalance is what OctoPipe mends",
+            why="the head weighs more in small models, and its imbalance is what OctoPipe remedies",
             test="a head that costs nothing",
             trial=lambda: _without_head(bench)[1],
             tested="sensitivity.no-head",

@@ -122,7 +122,7 @@ def _runs(path: Path | None) -> list[dict[str, Any]]:
             {"model": run["model"], "step": float(run["step_error"]), "memory": list(run["memory_error"])}
         except (ValueError, KeyError, TypeError):
             raise OctoPipeError(
-                f"{path.name}: line {number} is no measured run; give what bench_gpu.py wrote"
+                f"{path.name}: line {number} is not a measured run; give what bench_gpu.py wrote"
             ) from None
         if not str(run.get("name", "")).endswith("-blocking"):
             out.append(run)

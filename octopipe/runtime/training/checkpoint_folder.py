@@ -300,7 +300,7 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
         raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
     found, problems = choose(path, step)
     for why in problems:
-        log.warning("%s: passed over; %s is used, the newest valid checkpoint", why, found.name)
+        log.warning("%s: skipped; %s is used, the newest valid checkpoint", why, found.name)
     return found
 
 

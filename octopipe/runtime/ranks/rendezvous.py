@@ -74,14 +74,14 @@ def local_store() -> Any:
     except OSError as error:
         listening.close()
         raise OctoPipeError(
-            f"ranks cannot meet: this host does not answer itself on 127.0.0.1 ({error.strerror or error}); bring its "
-            "loopback interface up (ip link set lo up), and free a port"
+            f"the rendezvous failed: this host does not answer itself on 127.0.0.1 ({error.strerror or error}); bring "
+            "its loopback interface up (ip link set lo up), and free a port"
         ) from None
     port, handle = listening.getsockname()[1], listening.detach()
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
 
-def meet(place: Place, backend: str, timeout_s: float) -> None:
+def rendezvous(place: Place, backend: str, timeout_s: float) -> None:
     """Join the ranks that something else has started, within this time; signals are handled while waiting."""
     import torch.distributed as dist
 
@@ -101,16 +101,21 @@ def meet(place: Place, backend: str, timeout_s: float) -> None:
         text = " ".join(str(error).split())
         # Checked before `peer_words`, because the store's error for a port in use names c10d, too.
         if "in use" in text or "EADDRINUSE" in text:
-            raise OctoPipeError(f"ranks cannot meet at {where}: the port is in use; set another MASTER_PORT") from None
+            raise OctoPipeError(
+                f"the rendezvous failed at {where}: the port is in use; set another MASTER_PORT"
+            ) from None
         if peer_words(error, timeout_s) is not None:
             raise PeerError(_nobody(where, place, timeout_s)) from None
-        raise OctoPipeError(f"ranks cannot meet at {where}: {text[:160]}; check MASTER_ADDR and MASTER_PORT") from None
+        raise OctoPipeError(
+            f"the rendezvous failed at {where}: {text[:160]}; check MASTER_ADDR and MASTER_PORT"
+        ) from None
 
 
 def _nobody(where: str, place: Place, timeout_s: float) -> str:
     return (
-        f"while ranks met at {where}, not every rank answered within {timeout_s:g} s (this is rank {place.rank} of "
-        f"{place.size}); look for one that hangs or was never started, check RANK and WORLD_SIZE, or raise the timeout"
+        f"during the rendezvous at {where}, not every rank answered within {timeout_s:g} s (this is rank {place.rank} "
+        f"of {place.size}); look for one that hangs or was never started, check RANK and WORLD_SIZE, or raise the "
+        "timeout"
     )
 
 
@@ -135,8 +140,8 @@ def _wait_for_port(host: str, port: int, where: str, timeout_s: float) -> None:
             why = error.strerror or str(error)
         if time.monotonic() >= end:
             raise PeerError(
-                f"ranks cannot meet at {where}: rank 0 did not answer within {timeout_s:g} s ({why}); start it, check "
-                "RANK, MASTER_ADDR and MASTER_PORT, or raise the timeout"
+                f"the rendezvous failed at {where}: rank 0 did not answer within {timeout_s:g} s ({why}); start it, "
+                "check RANK, MASTER_ADDR and MASTER_PORT, or raise the timeout"
             )
         time.sleep(TRY_EVERY_S)
 
@@ -152,7 +157,7 @@ def aside(call: Callable[[], Any], seconds: float) -> None:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="octopipe meeting", daemon=True)
+    thread = threading.Thread(target=run, name="octopipe rendezvous", daemon=True)
     thread.start()
     end = time.monotonic() + seconds + 2.0  # later than the call's own timeout, whose error says more
     while thread.is_alive():
