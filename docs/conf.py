@@ -1,7 +1,7 @@
 """How Sphinx builds the documentation site from these pages (`make docs`; the result is in `out/site`).
 
-Knows: the extensions, and how pages and notebooks that live outside `docs/` become pages of the site. Does not know: any
-content; that is in the Markdown pages, the docstrings and the notebooks under `examples/`.
+Knows: the extensions, and how pages and notebooks that live outside `docs/` become pages of the site. Does not know:
+any content; that is in the Markdown pages, the docstrings and the notebooks under `examples/`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def command_line_page() -> str:
 
 
 def page_of(source: Path) -> str:
-    """A page of the repository's root as a page of the site: its links start at the root, those of the site in `docs/`."""
+    """Return a page of the repository's root as one of the site: its links start at the root, the site's in `docs/`."""
     return re.sub(r"(?<=\]\()docs/", "", source.read_text())
 
 
