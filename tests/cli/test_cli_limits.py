@@ -36,9 +36,14 @@ def test_an_output_that_is_full_is_named(words: str) -> None:
     assert shell(f"$OCTOPIPE {words} > /dev/full 2> /dev/full").returncode == 2
 
 
+def test_a_help_text_that_a_full_output_loses_is_no_success() -> None:
+    done = shell("$OCTOPIPE models --help > /dev/full")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no space is left" in done.stderr, done.stderr
+
+
 def test_closed_streams_are_no_fault() -> None:
-    for line in ("$OCTOPIPE gpus >&-", "$OCTOPIPE gpus <&- >&- 2>&-", "$OCTOPIPE gpus 2>&-"):
-        assert shell(line).returncode == 0, line
+    for line in ("gpus >&-", "gpus <&- >&- 2>&-", "gpus 2>&-", "gpus --json >&-", "gpus --help >&-", "--help >&-"):
+        assert shell(f"$OCTOPIPE {line}").returncode == 0, line
     assert shell("$OCTOPIPE nonsense 2>&-").returncode == 2
 
 
