@@ -211,7 +211,7 @@ def _lenient(raw: bytes, where: str) -> object:
 def check_target(path: str | os.PathLike[str]) -> Path:
     """Return the file that writing to `path` would create or replace, with links resolved.
 
-    Raises OctoPipeError unless it is a regular file, or does not exist yet in an existing folder.
+    Raises OctoPipeError unless it is a regular file, or does not exist yet, in a folder that can be written.
     """
     name = shown(path)
     try:
@@ -224,6 +224,9 @@ def check_target(path: str | os.PathLike[str]) -> Path:
             raise OctoPipeError(f"{name} is not a regular file, and is therefore not overwritten; give another name")
         if not target.parent.is_dir():
             raise OctoPipeError(f"{name}: cannot be written: its folder does not exist; create it first")
+        # The file is written beside its target and renamed, so the folder's permissions decide, not the file's.
+        if not os.access(target.parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise OctoPipeError(f"{name}: cannot be written: its folder is read-only for this user; name another one")
     except (OSError, ValueError) as error:
         raise OctoPipeError(f"{name}: cannot be written ({_why(error)}); check the folder") from None
     return target

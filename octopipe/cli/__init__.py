@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = _Signals()
     try:
         code = _run(words, debug)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         # A verb may catch the signal's exception to return a partial result; the exit code still reports the signal.
         return 128 + signals.number if signals.number else code
     except PlanError as error:
@@ -103,8 +102,7 @@ def _close_quietly() -> None:
     """Redirect output streams that are closed or full to the null device, as the interpreter flushes them again."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -147,6 +145,10 @@ class Parser(argparse.ArgumentParser):
             kind = "flag" if flag.startswith("-") else "word"
             self.error(f"unknown {kind} {flag[:60]!r}{_did_you_mean(flag, known) if kind == 'flag' else ''}")
         return found
+
+    def print_help(self, file: Any = None) -> None:
+        # argparse's own ignores an output that is full or closed, so the help would be lost with exit code 0.
+        print(self.format_help(), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
         text = message.replace("the following arguments are required:", "missing")

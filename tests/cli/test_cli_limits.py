@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from effort import some
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import check_target
 from octopipe.cli import main
 from octopipe.runtime.ranks import rendezvous
 from octopipe.runtime.ranks.rendezvous import Place, aside, place_from
@@ -36,10 +38,50 @@ def test_an_output_that_is_full_is_named(words: str) -> None:
     assert shell(f"$OCTOPIPE {words} > /dev/full 2> /dev/full").returncode == 2
 
 
+def test_a_help_text_that_a_full_output_loses_is_no_success() -> None:
+    done = shell("$OCTOPIPE models --help > /dev/full")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no space is left" in done.stderr, done.stderr
+
+
 def test_closed_streams_are_no_fault() -> None:
-    for line in ("$OCTOPIPE gpus >&-", "$OCTOPIPE gpus <&- >&- 2>&-", "$OCTOPIPE gpus 2>&-"):
-        assert shell(line).returncode == 0, line
+    for line in ("gpus >&-", "gpus <&- >&- 2>&-", "gpus 2>&-", "gpus --json >&-", "gpus --help >&-", "--help >&-"):
+        assert shell(f"$OCTOPIPE {line}").returncode == 0, line
     assert shell("$OCTOPIPE nonsense 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    some(
+        [
+            "profile nemotron-h-4b --scale 0.05 -o {}",
+            "validate none.json --profile none.json --report {}",
+            "tune none.json --pp 2 --measure --corrected {}",
+            "validate none.json --profile none.json --timelines {}",
+        ],
+        quick=3,
+    ),
+)
+def test_a_result_that_cannot_be_written_is_named_before_anything_is_read_or_measured(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.format(tmp_path / "missing" / "it.json").split()) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_read_only_is_named_before_the_search() -> None:
+    """`tune -o` asks `check_target` first: a search whose plan nobody can keep is a lost one."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        privileged = os.geteuid() == 0  # root may write everywhere: look with the rights of nobody
+        if privileged:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(OctoPipeError, match=r"plan\.json: cannot be written: its folder is read-only"):
+                check_target(os.path.join(name, "plan.json"))
+        finally:
+            if privileged:
+                os.seteuid(0)
+            os.chmod(name, 0o755)
 
 
 def test_the_number_of_a_closed_stdout_goes_to_nothing_else() -> None:

@@ -145,7 +145,7 @@ def cache() -> Iterator[Finding]:
     if asked and os.path.realpath(asked) != os.path.realpath(place):
         yield Finding(
             name="cache folder", state=NOTE, found=f"{place}, not OCTOPIPE_CACHE_DIR={asked}",
-            remedy="other users can write to that folder (chmod 700)",
+            remedy="that one is not a folder that you alone can write (chmod 700)",
         )  # fmt: skip
         return
     low = free < 1.0

@@ -91,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.base.files import check_target
+
+    check_target(args.output)
     with needs_torch():
         from octopipe.runtime.measure.forecast import check_host_memory, expected_seconds
         from octopipe.runtime.measure.layer_sizes import layer_parameters

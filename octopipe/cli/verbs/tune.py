@@ -148,8 +148,9 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.simulation.simulator import simulate
 
     _check_flags(args)
-    if args.output:
-        _check_writable(args.output)
+    for path in (args.output, args.corrected):
+        if path:
+            _check_writable(path)
     if args.measure:
         from octopipe.cli.verbs.tune_measured import run_measured
 

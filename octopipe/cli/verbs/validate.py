@@ -56,12 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import OctoPipeError
+    from octopipe.base.files import check_target
     from octopipe.cli.verbs.profile import workload_of
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
     from octopipe.plans.setting import checkpointed_by_prices
     from octopipe.simulation.contention import predict
 
+    timelines = [f"{args.timelines}.{kind}.json" for kind in ("predicted", "measured")] if args.timelines else []
+    for path in (*timelines, args.report):
+        if path:
+            check_target(path)
     plan, profile = load_plan(args.plan), load_profile(args.profile)
     own = is_own_profile(plan, args.plan, profile, args.profile)
     if not own:
