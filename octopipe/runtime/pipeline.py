@@ -33,7 +33,7 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.arguments import check_arguments, check_options, device_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
-from octopipe.runtime.failures import Failures, warn_of_gradients
+from octopipe.runtime.failures import Failures, check_steps, warn_of_gradients
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -246,18 +246,11 @@ class Pipeline:
             verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
                 self.reducer.begin_step()
-            losses = self.executor.run(
-                inputs,
-                targets,
-                step=self.step_number,
-                loss_scale=self.loss_scale,
-                side=sides,
-                weights=shares,
-            )
+            scale, number = self.loss_scale, self.step_number
+            losses = self.executor.run(inputs, targets, step=number, loss_scale=scale, side=sides, weights=shares)
             if verifier is not None:
                 verifier.finish(self.world)
             first, self._first_step = self._first_step, False
-            self.step_number += 1
             if not self.reducer.idle:
                 with self.recorder.extra("reduce"):
                     self.reducer.finish()
@@ -267,7 +260,9 @@ class Pipeline:
             if self._watches_copies:  # also in the second step: a rank may run a layer only once per step
                 warned = warn_of_copies(self.executor.chains, self.layers.ranks_of)
                 self._watches_copies = self.executor.steps_run < 2 and not warned
-            return self._mean_loss(losses, shares, batch) if reduce_loss else None
+            mean = self._mean_loss(losses, shares, batch) if reduce_loss else None
+            self.step_number += 1  # last: where another rank's failure is noticed in the above, the step has not run
+            return mean
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
         needs_batch, count = self.executor.program.needs_batch, self.plan.num_micro_batches
@@ -363,6 +358,8 @@ class Pipeline:
             raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)
+        check_steps(self.step_number, self.world, self.timeout_s)
+        self._buffers.begin_again()
         self._assemble()
         self.failures.forget()
 

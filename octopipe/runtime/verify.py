@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.offload import Parcel
 from octopipe.runtime.stages.places import snapshot_of_modules
 from octopipe.runtime.stages.replay import Kept, everything_as
 from octopipe.runtime.stages.rng import rng_kept, rng_state, set_rng_state
@@ -47,6 +48,7 @@ class Verifier:
         self._executor = executor
         self._names = {id(p): name for name, p in named.items()}
         self._watched: dict[int, _Watched] = {}
+        executor.pairs.apart = True
         first: dict[int, int] = {}
         for step in executor.program.steps:
             if step.op is not None and step.code in (2, 4):  # I, B
@@ -68,6 +70,7 @@ class Verifier:
     def finish(self, world: Any) -> None:
         """Compare; if any rank finds a difference, every rank raises an error with the first finding (collective)."""
         found = ""
+        self._executor.pairs.apart = False
         for number, watched in self._watched.items():
             self._executor.chains[number] = watched.chain
             if not found:
@@ -120,6 +123,7 @@ class _Watched:
         again: bool,
         keep: bool = True,
         side: Mapping[str, Any] | None = None,
+        parcel: Parcel | None = None,
     ) -> Any:
         mine = self._forwards == self._which
         self._forwards += 1
@@ -132,7 +136,8 @@ class _Watched:
             found.copy_tensors(lambda _: True)
             self._found = everything_as(found)
             self._rng = rng_state()
-        runs, out, out_needs = self.chain.forward(value, needs, then, seed, again=again, keep=keep, side=side)
+        how: dict[str, Any] = {"again": again, "keep": keep, "side": side, "parcel": parcel}
+        runs, out, out_needs = self.chain.forward(value, needs, then, seed, **how)
         if mine:
             self._output = _copied(out)
             runs = [_WatchedRun(self, runs)]
@@ -251,6 +256,13 @@ class _WatchedRun:
         with self._watched.counting():
             while self.runs:
                 self.runs.pop().backward_weight(between)
+
+    def weight_so_far(self) -> None:
+        for run in self.runs:
+            run.weight_so_far()
+
+    def weight_work(self) -> int:
+        return sum(run.weight_work() for run in self.runs)
 
 
 def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
