@@ -129,8 +129,9 @@ class Pipeline:
         self.timeout_s = timeout_s
         self._before_the_first_step()
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
+        self._main_grads = main_grads
         if main_grads:
-            keep_main_gradients(self.parameters())
+            keep_main_gradients(self.layers.named.values())
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
         self._buffers = self.replicas.shared_buffers()
@@ -219,18 +220,17 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients are added into `.grad`.
 
         `batch`: a tensor (or any container of tensors) that is split along dimension 0 into the plan's micro-batches,
-        or a list with one value per micro-batch, of any shapes; only ranks with a first stage use it. `target`: the
-        same for the loss; only ranks with a last stage use it. `side`: the side inputs by name, split like the batch (a
-        list has one value per micro-batch; `[x] * M` passes the same value to all); ranks whose layers take one need
-        it. Returns the mean loss (float64, on every rank; the losses of the micro-batches are in `losses`), or None
-        with `reduce_loss=False`.
+        or a list with one value per micro-batch, of any shapes; ranks with a first stage use it. `target`: the same for
+        the loss; ranks with a last stage use it. `side`: the side inputs by name, split like the batch (`[x] * M`
+        passes the same value to all); ranks whose layers take one need it. Returns the mean loss (float64, on every
+        rank; the losses of the micro-batches are in `losses`), or None with `reduce_loss=False`.
 
         If the rows do not divide evenly (a partial last batch), micro-batches are unequal and weighted by their rows,
         so the loss is the mean over rows if `loss_fn` is a mean. Ranks with a last stage take the number of rows from
         `target`, or from `batch` if there is no target. Micro-batches given as a list have equal weights.
 
-        A batch that requires grad receives its gradient on the ranks with a first stage, and so does the module that
-        computed it (for the mean loss of this pipeline: average over data-parallel pipelines yourself).
+        A batch that requires grad receives its gradient on the ranks with a first stage (of the micro-batches that they
+        ran, if there are several), as does the module that computed it: average over data-parallel pipelines yourself.
         """
         if torch.is_inference_mode_enabled():
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
@@ -239,6 +239,8 @@ class Pipeline:
         shares, sides = self._inputs.shares(batch, target), self._inputs.split_side(side)
         if not self.layers.untouched():
             self._take_replaced()
+        if self._main_grads:
+            keep_main_gradients(self.layers.named.values())  # of parameters that are no longer frozen
         if self._replaced:
             self.replicas.make_equal_again(self._replaced)
             self._replaced = []
@@ -288,6 +290,8 @@ class Pipeline:
         """Take over parameters that have been replaced since the last check."""
         replaced = self.layers.refresh()
         if replaced:
+            if self._main_grads:
+                keep_main_gradients(s.parameter for s in replaced)
             self.reducer.renew(self.layers.shared())
             self._replaced += replaced
 
@@ -353,8 +357,7 @@ class Pipeline:
 
         Parameters and optimizer are unchanged; call `zero_grad`, because the gradients of the failed step are partial.
         """
-        if self.device.type == "cuda":
-            # The device may wait forever for a tensor that was never sent.
+        if self.device.type == "cuda":  # it may wait forever for a tensor that was never sent
             raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)

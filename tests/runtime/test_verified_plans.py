@@ -1,5 +1,5 @@
-"""Verifying the first step of plans that offload and of plans with pairs: nothing is in its way, and what is wrong is
-found all the same."""
+"""Verifying the first step of plans that offload, of plans with pairs and of losses with parameters: the gradients stay
+those of one process, and what is wrong is found all the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from ranks import PATIENCE_S  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import octopipe  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
@@ -128,5 +129,52 @@ def test_a_wrong_gradient_is_found_by_name(name):
     with (
         Pipeline(layers, PLANS[name], square, costs=COSTS, timeout_s=PATIENCE_S, verify=True) as pipe,
         pytest.raises(OctoPipeError, match=r"verify: the gradient of parameter [01]\."),
+    ):
+        pipe.step(x, torch.zeros_like(x))
+
+
+class Again(nn.Module):
+    """A checkpoint whose backward is one of its own: its gradients exist in `.grad` only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=True)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self, *, wrong=False):
+        super().__init__()
+        self.scale, self.wrong = nn.Parameter(torch.tensor(0.5, dtype=torch.float64)), wrong
+
+    def forward(self, output, target):
+        scale = Wrong.apply(self.scale) if self.wrong else self.scale
+        return square(output * scale, target)
+
+
+def test_verifying_leaves_the_gradient_of_a_losss_parameter_as_it_is():
+    torch.manual_seed(1)
+    layers, loss = [Again().double() for _ in range(LAYERS)], Scaled()
+    x = torch.randn(COUNT, WIDTH, dtype=torch.float64)
+    with Pipeline(layers, whole_plan(split=False), loss, timeout_s=PATIENCE_S, verify=True) as pipe:
+        pipe.step(x, -x)
+    found = loss.scale.grad.clone()
+    loss.scale.grad = None
+    out = x
+    for layer in layers:
+        out = torch.tanh(layer.inner(out))
+    loss(out, -x).backward()
+    assert abs(float(found - loss.scale.grad)) <= EXACT
+
+
+def test_a_wrong_gradient_of_a_losss_parameter_is_found_by_name():
+    x, Wrong.calls = torch.ones(COUNT, WIDTH, dtype=torch.float64), 0
+    with (
+        Pipeline(blocks(), whole_plan(split=False), Scaled(wrong=True), timeout_s=PATIENCE_S, verify=True) as pipe,
+        pytest.raises(OctoPipeError, match=rf"verify: the gradient of parameter {LAYERS}\.scale"),
     ):
         pipe.step(x, torch.zeros_like(x))
