@@ -277,6 +277,8 @@ def _gradients(
     try:
         return torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
+        if "donated buffers" in str(error):  # a compiled layer reuses what its backward reads: it runs only once
+            return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         if "compatible with .grad()" not in str(error):
             raise
     # Reentrant checkpoints run a backward inside the backward, whose results are only available in `.grad`.

@@ -13,6 +13,7 @@ from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.precision import MixedPrecisionOptimizer, gradient_dtype  # noqa: E402
+from octopipe.runtime.training.adapt import switch  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 WIDTH, COUNT, LAYERS = 4, 2, 2
@@ -125,3 +126,40 @@ def test_a_parameter_that_replaces_another_has_a_main_gradient():
         pipe.step(rows(), rows())
         assert {gradient_dtype(p) for p in pipe.parameters()} == {torch.float32}
         assert layers[1].weight.grad.dtype is torch.float32
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
+
+    def forward(self, output, target):
+        return square(output * self.weight, target)
+
+
+def test_a_switch_keeps_the_master_weight_of_a_losss_parameter():
+    plan = build_plan("gpipe", CostTable.uniform(num_layers=LAYERS), 1, COUNT)
+
+    def make_pipe(plan):
+        return Pipeline(low_layers(), plan, Weighted(), main_grads=True, timeout_s=PATIENCE_S)
+
+    def make_optimizer(pipe):
+        return MixedPrecisionOptimizer(adam(), pipe)
+
+    def masters(switches):
+        pipe = make_pipe(plan)
+        optimizer = make_optimizer(pipe)
+        for step in range(4):
+            pipe.step(rows(), -rows())
+            optimizer.step()
+            optimizer.zero_grad()
+            if switches and step == 1:
+                pipe, optimizer = switch(pipe, optimizer, plan, make_pipe=make_pipe, make_optimizer=make_optimizer)
+        with pipe:
+            return {name: optimizer.master(p).clone() for name, p in pipe.named_parameters()}
+
+    steady, switched = masters(False), masters(True)
+    assert f"{LAYERS}.weight" in steady
+    assert all(torch.equal(value, switched[name]) for name, value in steady.items())

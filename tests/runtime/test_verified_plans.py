@@ -3,6 +3,7 @@ those of one process, and what is wrong is found all the same."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -158,16 +159,13 @@ class Scaled(nn.Module):
 
 def test_verifying_leaves_the_gradient_of_a_losss_parameter_as_it_is():
     torch.manual_seed(1)
-    layers, loss = [Again().double() for _ in range(LAYERS)], Scaled()
+    layers, loss = [*blocks()[:-1], Again().double()], Scaled()
     x = torch.randn(COUNT, WIDTH, dtype=torch.float64)
     with Pipeline(layers, whole_plan(split=False), loss, timeout_s=PATIENCE_S, verify=True) as pipe:
         pipe.step(x, -x)
     found = loss.scale.grad.clone()
     loss.scale.grad = None
-    out = x
-    for layer in layers:
-        out = torch.tanh(layer.inner(out))
-    loss(out, -x).backward()
+    loss(nn.Sequential(*layers)(x), -x).backward()
     assert abs(float(found - loss.scale.grad)) <= EXACT
 
 
@@ -178,3 +176,16 @@ def test_a_wrong_gradient_of_a_losss_parameter_is_found_by_name():
         pytest.raises(OctoPipeError, match=rf"verify: the gradient of parameter {LAYERS}\.scale"),
     ):
         pipe.step(x, torch.zeros_like(x))
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_verified():
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(LAYERS)))
+    layers = [torch.compile(copy.deepcopy(layer), backend="aot_eager") for layer in plain]
+    x = torch.randn(COUNT * 2, WIDTH, dtype=torch.float64)
+    square(plain(x), -x).backward()
+    with Pipeline(layers, whole_plan(split=True), square, timeout_s=PATIENCE_S, verify=True) as pipe:
+        pipe.step(x, -x)
+        for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and float((ours.grad - theirs.grad).abs().max()) <= EXACT
