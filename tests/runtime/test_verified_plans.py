@@ -181,7 +181,9 @@ def test_a_wrong_gradient_of_a_losss_parameter_is_found_by_name():
 @pytest.mark.slow
 def test_compiled_layers_are_verified():
     torch.manual_seed(1)
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(LAYERS)))
+    plain = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(LAYERS))
+    )
     layers = [torch.compile(copy.deepcopy(layer), backend="aot_eager") for layer in plain]
     x = torch.randn(COUNT * 2, WIDTH, dtype=torch.float64)
     square(plain(x), -x).backward()

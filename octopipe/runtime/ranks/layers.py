@@ -253,7 +253,9 @@ class Layers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, module in self.modules.items():
             mine, expected = {}, module.state_dict()
-            strange = next((key for key in state if key.startswith(f"{k}.") and key[len(f"{k}.") :] not in expected), "")
+            strange = next(
+                (key for key in state if key.startswith(f"{k}.") and key[len(f"{k}.") :] not in expected), ""
+            )
             if strange:
                 raise OctoPipeError(
                     f"the state has an entry {strange}, which layer {k} does not; leave it out, or use the same model"
