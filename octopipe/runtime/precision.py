@@ -193,6 +193,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return whether this replica updates the parameter; without sharding, all replicas do."""
         return self.owners is None or self.owners.owns(parameter)
 
+    def updates(self, parameter: Tensor) -> bool:
+        """Return whether this optimizer has one of the model's parameters: it is trained, and this replica owns it."""
+        return parameter in self._masters
+
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the float32 master weight of one of the model's parameters, or None."""
         found = self._masters.get(parameter)

@@ -14,6 +14,7 @@ from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.precision import MixedPrecisionOptimizer, gradient_dtype  # noqa: E402
 from octopipe.runtime.training.adapt import switch  # noqa: E402
+from octopipe.runtime.training.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 WIDTH, COUNT, LAYERS = 4, 2, 2
@@ -163,3 +164,19 @@ def test_a_switch_keeps_the_master_weight_of_a_losss_parameter():
     steady, switched = masters(False), masters(True)
     assert f"{LAYERS}.weight" in steady
     assert all(torch.equal(value, switched[name]) for name, value in steady.items())
+
+
+def test_a_checkpoint_is_loaded_where_a_parameter_is_frozen_now(tmp_path):
+    with pipeline(low_layers(), main_grads=True) as pipe:
+        optimizer = MixedPrecisionOptimizer(adam(), pipe)
+        pipe.step(rows(), -rows())
+        optimizer.step()
+        path = save_checkpoint(tmp_path, pipe, optimizer, step=1)
+        saved = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    layers = low_layers()
+    layers[0].weight.requires_grad_(False)
+    with pipeline(layers, main_grads=True) as pipe:
+        optimizer = MixedPrecisionOptimizer(adam(), pipe)
+        load_checkpoint(path, pipe, optimizer)
+        assert all(torch.equal(p, saved[name]) for name, p in pipe.named_parameters())
+        assert layers[0].weight not in optimizer.state and layers[0].bias in optimizer.state

@@ -215,10 +215,11 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Restore the state of a parameter, or remove it if there was none. State that another replica keeps is ignored."""
+    """Restore the state of a parameter, or remove it if there was none. State that another replica keeps, or that
+    belongs to a parameter which is frozen now, is ignored."""
     place = parameter.device
     if isinstance(optimizer, MixedPrecisionOptimizer):
-        if not optimizer.owns(parameter):  # type: ignore[arg-type]
+        if not optimizer.updates(parameter):
             return
         place = optimizer.place_of(parameter)  # type: ignore[arg-type]
 
