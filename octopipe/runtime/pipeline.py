@@ -423,7 +423,7 @@ class Pipeline:
         return self.layers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's layers; entries of other layers are ignored, missing ones are an error."""
+        """Load this rank's layers; entries of other layers are ignored, missing and unknown ones are an error."""
         self.layers.load_state_dict(state)
 
     def timeline(self, label: str = "") -> Timeline:
