@@ -101,7 +101,6 @@ def without_the_exchange_of_losses(world):
     with Pipeline(masked_layers(), plan_of("zb-h1"), square, group=world, timeout_s=PATIENCE_S) as pipe:
         for _ in range(FAILS_IN + 2):
             pipe.step(data(), data(), reduce_loss=False)
-        start = {name: value.clone() for name, value in pipe.state_dict().items()}
         hook = spoiled_last_product(pipe)
         with pytest.raises((ValueError, OctoPipeError)):
             for _ in range(2):
@@ -111,8 +110,7 @@ def without_the_exchange_of_losses(world):
         number = pipe.step_number
         with pytest.raises(OctoPipeError) as caught:
             pipe.recover()
-        pipe.load_state_dict(start)
-        pipe.step_number = FAILS_IN
+        pipe.step_number = FAILS_IN  # no optimizer has changed a parameter
         pipe.recover()
         pipe.zero_grad()
         wanted, _ = plain_steps(masked_layers(), FAILS_IN + 1)
