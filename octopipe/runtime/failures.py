@@ -18,6 +18,7 @@ from torch import nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import KINDS
 from octopipe.runtime.ranks.reduce import Shared
+from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import SEND, RankProgram, Step
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.wire.telling import PeerError, moment, naming_lost_peers
@@ -78,6 +79,19 @@ class Failures:
     def forget(self) -> None:
         """Make the pipeline usable again after it has recovered."""
         self._broken, self.closed = "", False
+
+
+def check_steps(completed: int, world: World, timeout_s: float) -> None:
+    """Raise an error unless all ranks have completed equally many steps (collective over pipelines and replicas).
+
+    The exchange of losses ends a step on all ranks or on none; without it, a rank may have gone on to its optimizer."""
+    counts = [n for steps in world.gather_replicas(world.gather(completed), timeout_s) for n in steps]
+    if len(set(counts)) > 1:
+        raise OctoPipeError(
+            f"some ranks have completed {max(counts)} steps and others {min(counts)} (with reduce_loss=False, a rank "
+            "hears of another's failure only in its next step), so their parameters may belong to different steps; "
+            "load a checkpoint, set step_number on all ranks, and call recover() again"
+        )
 
 
 def warn_of_gradients(rank: int, named: Iterable[tuple[str, nn.Parameter]], shared: Iterable[Shared]) -> None:

@@ -88,6 +88,8 @@ class PairedOps:
         self._owner, self._turns = ref(executor), Turns()
         self._exchanges: dict[tuple[int, int], int] = {}
         """By stage and kind of an op: how many exchanges it had in its last pair."""
+        self.apart = False
+        """Whether the ops of all pairs run one after the other: while what each of them adds to `.grad` is recorded."""
 
     def run(self, first: Step, second: Step, given: StepArguments) -> None:
         executor, clock = self._executor, time.perf_counter
@@ -97,7 +99,8 @@ class PairedOps:
         parts = {id(stage): stage for ins in (first, second) for stage, _ in executor.chains[ins.cell.stage].parts}
         modes = [mode for stage in parts.values() for mode in (stage.mode, stage.rerun)]
         # If a forward works on copies of the state that it changes, no other op of its stage may run in between.
-        apart = first.cell.stage == second.cell.stage and not all(stage.replay.settled() for stage in parts.values())
+        same = first.cell.stage == second.cell.stage
+        apart = self.apart or (same and not all(stage.replay.settled() for stage in parts.values()))
         k = first.number
         recorder.started[k] = clock()
         if recorder.mark is not None:

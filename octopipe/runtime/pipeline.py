@@ -33,7 +33,7 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program, program_of
 from octopipe.runtime.arguments import check_arguments, check_options, device_of
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
-from octopipe.runtime.failures import Failures, warn_of_gradients
+from octopipe.runtime.failures import Failures, check_steps, warn_of_gradients
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -129,8 +129,9 @@ class Pipeline:
         self.timeout_s = timeout_s
         self._before_the_first_step()
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
+        self._main_grads = main_grads
         if main_grads:
-            keep_main_gradients(self.parameters())
+            keep_main_gradients(self.layers.named.values())
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
         self._buffers = self.replicas.shared_buffers()
@@ -219,18 +220,17 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients are added into `.grad`.
 
         `batch`: a tensor (or any container of tensors) that is split along dimension 0 into the plan's micro-batches,
-        or a list with one value per micro-batch, of any shapes; only ranks with a first stage use it. `target`: the
-        same for the loss; only ranks with a last stage use it. `side`: the side inputs by name, split like the batch (a
-        list has one value per micro-batch; `[x] * M` passes the same value to all); ranks whose layers take one need
-        it. Returns the mean loss (float64, on every rank; the losses of the micro-batches are in `losses`), or None
-        with `reduce_loss=False`.
+        or a list with one value per micro-batch, of any shapes; ranks with a first stage use it. `target`: the same for
+        the loss; ranks with a last stage use it. `side`: the side inputs by name, split like the batch (`[x] * M`
+        passes the same value to all); ranks whose layers take one need it. Returns the mean loss (float64, on every
+        rank; the losses of the micro-batches are in `losses`), or None with `reduce_loss=False`.
 
         If the rows do not divide evenly (a partial last batch), micro-batches are unequal and weighted by their rows,
         so the loss is the mean over rows if `loss_fn` is a mean. Ranks with a last stage take the number of rows from
         `target`, or from `batch` if there is no target. Micro-batches given as a list have equal weights.
 
-        A batch that requires grad receives its gradient on the ranks with a first stage, and so does the module that
-        computed it (for the mean loss of this pipeline: average over data-parallel pipelines yourself).
+        A batch that requires grad receives its gradient on the ranks with a first stage (of the micro-batches that they
+        ran, if there are several), as does the module that computed it: average over data-parallel pipelines yourself.
         """
         if torch.is_inference_mode_enabled():
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
@@ -239,6 +239,8 @@ class Pipeline:
         shares, sides = self._inputs.shares(batch, target), self._inputs.split_side(side)
         if not self.layers.untouched():
             self._take_replaced()
+        if self._main_grads:
+            keep_main_gradients(self.layers.named.values())  # of parameters that are no longer frozen
         if self._replaced:
             self.replicas.make_equal_again(self._replaced)
             self._replaced = []
@@ -246,18 +248,11 @@ class Pipeline:
             verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
                 self.reducer.begin_step()
-            losses = self.executor.run(
-                inputs,
-                targets,
-                step=self.step_number,
-                loss_scale=self.loss_scale,
-                side=sides,
-                weights=shares,
-            )
+            scale, number = self.loss_scale, self.step_number
+            losses = self.executor.run(inputs, targets, step=number, loss_scale=scale, side=sides, weights=shares)
             if verifier is not None:
                 verifier.finish(self.world)
             first, self._first_step = self._first_step, False
-            self.step_number += 1
             if not self.reducer.idle:
                 with self.recorder.extra("reduce"):
                     self.reducer.finish()
@@ -267,7 +262,9 @@ class Pipeline:
             if self._watches_copies:  # also in the second step: a rank may run a layer only once per step
                 warned = warn_of_copies(self.executor.chains, self.layers.ranks_of)
                 self._watches_copies = self.executor.steps_run < 2 and not warned
-            return self._mean_loss(losses, shares, batch) if reduce_loss else None
+            mean = self._mean_loss(losses, shares, batch) if reduce_loss else None
+            self.step_number += 1  # last: where another rank's failure is noticed in the above, the step has not run
+            return mean
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
         needs_batch, count = self.executor.program.needs_batch, self.plan.num_micro_batches
@@ -293,6 +290,8 @@ class Pipeline:
         """Take over parameters that have been replaced since the last check."""
         replaced = self.layers.refresh()
         if replaced:
+            if self._main_grads:
+                keep_main_gradients(s.parameter for s in replaced)
             self.reducer.renew(self.layers.shared())
             self._replaced += replaced
 
@@ -358,11 +357,12 @@ class Pipeline:
 
         Parameters and optimizer are unchanged; call `zero_grad`, because the gradients of the failed step are partial.
         """
-        if self.device.type == "cuda":
-            # The device may wait forever for a tensor that was never sent.
+        if self.device.type == "cuda":  # it may wait forever for a tensor that was never sent
             raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)
+        check_steps(self.step_number, self.world, self.timeout_s)
+        self._buffers.begin_again()
         self._assemble()
         self.failures.forget()
 
@@ -423,7 +423,7 @@ class Pipeline:
         return self.layers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's layers; entries of other layers are ignored, missing ones are an error."""
+        """Load this rank's layers; entries of other layers are ignored, missing and unknown ones are an error."""
         self.layers.load_state_dict(state)
 
     def timeline(self, label: str = "") -> Timeline:

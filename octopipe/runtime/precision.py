@@ -46,6 +46,8 @@ PARAMETER_DTYPES = {
     "fp64": torch.float64,
 }
 LOW = (torch.bfloat16, torch.float16)
+FIRST_STEPS = 4
+"""The optimizer steps in which changes that torch has not recorded are looked for on a GPU."""
 Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 
@@ -72,9 +74,9 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def keep_main_gradients(parameters: Iterable[Tensor]) -> None:
-    """Accumulate the gradients of low-precision parameters in float32 from now on."""
+    """Accumulate the gradients of trainable low-precision parameters in float32 from now on."""
     for parameter in parameters:
-        if parameter.dtype in LOW and parameter.requires_grad:
+        if parameter.dtype in LOW and parameter.requires_grad and gradient_dtype(parameter) is not torch.float32:
             if not hasattr(parameter, "grad_dtype"):
                 raise OctoPipeError(
                     f"float32 gradients of {str(parameter.dtype)[6:]} weights need torch 2.10 or newer, this is "
@@ -110,9 +112,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     `host`: the share of master weights and optimizer state that is kept in host memory and updated by the CPU (0 to
     1). For float32 parameters, the copy that is updated is kept there. `make` receives CPU tensors for this share.
 
-    Weights that are changed between two steps (loaded, reset) are taken over: a master weight is updated from its
-    parameter whenever the parameter is no longer the rounded master weight.
+    Weights that are changed between two steps (loaded, reset, clipped) are taken over: a master weight is updated from
+    its parameter whenever the parameter is no longer the rounded master weight. Torch does not record changes through
+    `.data`; on a CPU they are found in every step, on a GPU in the first steps, then in steps whose number is a power
+    of two, and in every step once one has been found.
+
+    A parameter that is frozen when the optimizer is made has no master weight, so `step` refuses to leave it out once
+    it is trained: make a new optimizer then.
     """
+
+    _step_supports_amp_scaling = False
+    """What torch's GradScaler asks: the inner optimizer's own handling of a scale would not see the model's
+    gradients."""
 
     def __init__(
         self,
@@ -127,6 +138,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The tensor that is updated for each parameter of the model: a master weight, or the parameter itself."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = [p for _, p in trained]
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._steps, self._found_silent = 0, False
+        """The number of steps, and whether a change through `.data` has been found."""
         self.owners = _owners(model, self._trained) if shard else None
         """Which replica updates which parameter, if state is sharded."""
         away = hosted([p for p in self._trained if self.owns(p)], host)
@@ -182,13 +196,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return whether this replica updates the parameter; without sharding, all replicas do."""
         return self.owners is None or self.owners.owns(parameter)
 
+    def updates(self, parameter: Tensor) -> bool:
+        """Return whether this optimizer has one of the model's parameters: it is trained, and this replica owns it."""
+        return parameter in self._masters
+
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the float32 master weight of one of the model's parameters, or None."""
         found = self._masters.get(parameter)
         if found is None or found is parameter:
             return None
-        self._follow(parameter, found)
+        self._follow(parameter, found, look=True)
         return found
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the model's parameters, which hold the gradients, also those that other replicas update."""
+        return self._trained
 
     def place_of(self, parameter: nn.Parameter) -> torch.device:
         """Return the device that holds the state of one of the model's parameters."""
@@ -210,8 +232,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one update. A closure is called with gradients enabled, as in torch's optimizers."""
+        self._check_frozen()
+        n = self._steps = self._steps + 1
+        looks = self._found_silent or n <= FIRST_STEPS or n & (n - 1) == 0
         for parameter, master in self._pairs:
-            self._follow(parameter, master)
+            self._follow(parameter, master, look=looks or parameter.device.type == "cpu")
         self._lend_gradients()
         result = self.inner.step(None if closure is None else self._around(closure))
         self._round()
@@ -275,13 +300,29 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for parameter, _ in self._pairs:
             self._versions[parameter] = parameter._version
 
-    def _follow(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
-        if parameter._version != self._versions[parameter]:
-            with torch.no_grad():
-                values = parameter.detach().to(master.device)
-                changed = values != master.to(values.dtype)
-                master.copy_(torch.where(changed, values.to(master.dtype), master))
-            self._versions[parameter] = parameter._version
+    def _follow(self, parameter: nn.Parameter, master: nn.Parameter, *, look: bool) -> None:
+        """Take over a changed parameter. `look`: also where torch has not recorded a change."""
+        recorded = parameter._version != self._versions[parameter]
+        if not (recorded or look):
+            return
+        with torch.no_grad():
+            values = parameter.detach().to(master.device)
+            changed = values != master.to(values.dtype)
+            if not recorded:
+                if not bool(changed.any()):
+                    return
+                self._found_silent = True
+            master.copy_(torch.where(changed, values.to(master.dtype), master))
+        self._versions[parameter] = parameter._version
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise OctoPipeError(
+                    f"parameter {name} is trained now, but was frozen when the MixedPrecisionOptimizer was made, so it "
+                    "has no master weight; make a new optimizer after unfreezing, or freeze parameters only after "
+                    "making it"
+                )
 
 
 def _owners(model: Trained, parameters: list[nn.Parameter]) -> Owners | None:

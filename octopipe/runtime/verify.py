@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.offload import Parcel
 from octopipe.runtime.stages.places import snapshot_of_modules
 from octopipe.runtime.stages.replay import Kept, everything_as
 from octopipe.runtime.stages.rng import rng_kept, rng_state, set_rng_state
@@ -46,7 +47,11 @@ class Verifier:
     def __init__(self, executor: Any, named: Mapping[str, nn.Parameter]):
         self._executor = executor
         self._names = {id(p): name for name, p in named.items()}
+        self._all = list(named.values())
+        plan = executor.program.plan
+        of_loss = [p for name, p in named.items() if int(name.split(".", 1)[0]) == plan.num_layers]
         self._watched: dict[int, _Watched] = {}
+        executor.pairs.apart = True
         first: dict[int, int] = {}
         for step in executor.program.steps:
             if step.op is not None and step.code in (2, 4):  # I, B
@@ -55,7 +60,9 @@ class Verifier:
             if number not in first:
                 continue
             modules = [m for stage, _ in chain.parts for m in stage.modules]
-            parameters = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
+            held = [p for m in modules for p in m.parameters()]
+            held += of_loss if plan.stages[number].stop == plan.num_layers else []
+            parameters = list(dict.fromkeys(p for p in held if p.requires_grad))
             if any(type(p) not in (nn.Parameter, Tensor) for p in parameters):
                 warnings.warn(f"stage {number} has sharded parameters and is not verified", stacklevel=2)
                 continue
@@ -68,11 +75,12 @@ class Verifier:
     def finish(self, world: Any) -> None:
         """Compare; if any rank finds a difference, every rank raises an error with the first finding (collective)."""
         found = ""
+        self._executor.pairs.apart = False
         for number, watched in self._watched.items():
             self._executor.chains[number] = watched.chain
             if not found:
                 try:
-                    found = watched.compare(self._names, self._executor._autocast or nullcontext)
+                    found = watched.compare(self._names, self._executor._autocast or nullcontext, self._all)
                 except torch.OutOfMemoryError:
                     watched.forget()
                     warnings.warn(
@@ -120,6 +128,7 @@ class _Watched:
         again: bool,
         keep: bool = True,
         side: Mapping[str, Any] | None = None,
+        parcel: Parcel | None = None,
     ) -> Any:
         mine = self._forwards == self._which
         self._forwards += 1
@@ -132,7 +141,8 @@ class _Watched:
             found.copy_tensors(lambda _: True)
             self._found = everything_as(found)
             self._rng = rng_state()
-        runs, out, out_needs = self.chain.forward(value, needs, then, seed, again=again, keep=keep, side=side)
+        how: dict[str, Any] = {"again": again, "keep": keep, "side": side, "parcel": parcel}
+        runs, out, out_needs = self.chain.forward(value, needs, then, seed, **how)
         if mine:
             self._output = _copied(out)
             runs = [_WatchedRun(self, runs)]
@@ -164,8 +174,8 @@ class _Watched:
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
 
-    def compare(self, names: Mapping[int, str], autocast: Callable[[], Any]) -> str:
-        """Return the first difference in one line; empty if there is none."""
+    def compare(self, names: Mapping[int, str], autocast: Callable[[], Any], others: Sequence[Tensor]) -> str:
+        """Return the first difference in one line; empty if there is none. `others`: all parameters of this rank."""
         if self._given is None or self._found is None:
             return ""
         value, needs, then, seed, side = self._given
@@ -199,7 +209,7 @@ class _Watched:
         ]  # fmt: skip
         wanted = [*self.parameters, *(t for t, need in zip(leaves, needs) if need)]
         if pairs and wanted:
-            plain = _gradients([o for o, _ in pairs], wanted, [g for _, g in pairs])
+            plain = _gradients([o for o, _ in pairs], wanted, [g for _, g in pairs], others)
         else:
             plain = (None,) * len(wanted)
         # Where the true gradient is zero (a bias before batch norm) both are noise.
@@ -252,23 +262,34 @@ class _WatchedRun:
             while self.runs:
                 self.runs.pop().backward_weight(between)
 
+    def weight_so_far(self) -> None:
+        for run in self.runs:
+            run.weight_so_far()
 
-def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradients of `wanted` without changing `.grad`."""
+    def weight_work(self) -> int:
+        return sum(run.weight_work() for run in self.runs)
+
+
+def _gradients(
+    outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor], others: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of `wanted` without changing any `.grad`, also not that of `others`."""
     try:
         return torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
+        if "donated buffers" in str(error):  # a compiled layer reuses what its backward reads: it runs only once
+            return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         if "compatible with .grad()" not in str(error):
             raise
     # Reentrant checkpoints run a backward inside the backward, whose results are only available in `.grad`.
-    before = [t.grad for t in wanted]
+    before = [(t, t.grad) for t in (*others, *wanted)]
     try:
-        for t in wanted:
+        for t, _ in before:
             t.grad = None
         torch.autograd.backward(outputs, given)
         return [t.grad for t in wanted]
     finally:
-        for t, grad in zip(wanted, before):
+        for t, grad in before:
             t.grad = grad
 
 

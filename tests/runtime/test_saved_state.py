@@ -196,6 +196,54 @@ def test_groups_that_mix_what_had_different_rates_are_refused(tmp_path):
         assert mixed.param_groups[0]["lr"] == 0.5
 
 
+class MadeLate(nn.Module):
+    """Has a buffer only after its first forward, and another one that is None until then."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("seen", None)
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", 1 + x.detach().abs().mean())
+        self.scale = self.scale * 1.01
+        self.seen = torch.zeros_like(self.scale) if self.seen is None else self.seen + 1
+        return torch.tanh(self.inner(x)) * self.scale + self.seen
+
+
+def late_layers():
+    torch.manual_seed(0)
+    return [MadeLate() for _ in range(2)]
+
+
+@pytest.mark.parametrize("way", ["switch", "checkpoint"])
+def test_buffers_that_a_forward_has_made_go_on_with_their_values(way, tmp_path):
+    batch = [torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))] * 2
+    with alone(late_layers()) as pipe:
+        wanted = [float(pipe.step(batch, batch)) for _ in range(4)]
+    pipe = alone(late_layers())
+    losses = [float(pipe.step(batch, batch)) for _ in range(2)]
+    pipe.zero_grad()
+    if way == "switch":
+        pipe, _ = switch(pipe, None, pipe.plan, make_pipe=lambda plan: alone(late_layers()))
+    else:
+        save_checkpoint(tmp_path, pipe, step=2)
+        pipe.close()
+        pipe = alone(late_layers())
+        load_checkpoint(checkpoints(tmp_path)[0], pipe)
+    with pipe:
+        assert losses + [float(pipe.step(batch, batch)) for _ in range(2)] == wanted
+
+
+def test_an_entry_that_no_layer_has_a_place_for_is_named():
+    with alone(late_layers()) as pipe:
+        state = pipe.state_dict()
+        pipe.load_state_dict({**state, "7.weight": torch.zeros(1)})
+        with pytest.raises(OctoPipeError, match=r"an entry 1\.inner\.wait, which layer 1 does not"):
+            pipe.load_state_dict({**state, "1.inner.wait": torch.zeros(1)})
+
+
 class Nested(torch.optim.SGD):
     """Keeps lists and dicts of tensors, and a number in its groups, as Shampoo, Prodigy and schedule-free do."""
 

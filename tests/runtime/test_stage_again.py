@@ -253,3 +253,30 @@ def test_r_computes_a_product_that_only_another_output_reads() -> None:
         run.recompute()
         (grad,) = run.backward_full([ones(2, 3), ones(2, 3)])
         torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_statistics_that_were_frozen_at_first_advance_once_per_micro_batch(step: int) -> None:
+    def block() -> Call:
+        torch.manual_seed(2)
+        used = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+        layer = Call(lambda x: torch.tanh(used(x)))
+        layer.used = used
+        used[1].eval()
+        return layer
+
+    ours, plain = block(), block()
+    stage = Stage([ours])
+    for number in range(5):
+        if number == step:
+            for layer in (ours, plain):
+                layer.used[1].train()
+        x = torch.linspace(-1, 1, 12).double().view(4, 3) + number
+        runs = [stage.forward(x + k, recompute=True) for k in range(2)]
+        for k, run in enumerate(runs):
+            run.recompute()
+            run.backward_full([ones(4, 3)])
+            plain(x + k)
+        stage.end_step()
+    for name, buffer in ours.used[1].named_buffers():
+        assert torch.equal(buffer, plain.used[1].get_buffer(name)), name

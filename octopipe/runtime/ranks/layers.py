@@ -252,8 +252,15 @@ class Layers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, module in self.modules.items():
-            mine = {}
-            for name in module.state_dict():
+            mine, expected = {}, module.state_dict()
+            strange = next(
+                (key for key in state if key.startswith(f"{k}.") and key[len(f"{k}.") :] not in expected), ""
+            )
+            if strange:
+                raise OctoPipeError(
+                    f"the state has an entry {strange}, which layer {k} does not; leave it out, or use the same model"
+                )
+            for name in expected:
                 key = f"{k}.{name}"
                 if key not in state:
                     raise OctoPipeError(

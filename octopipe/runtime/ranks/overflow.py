@@ -14,11 +14,13 @@ on all ranks alike. No host synchronisation is needed.
     pipe.clip_grad_norm_(1.0)
     scaler.step(optimizer)
     scaler.update()                         # pipe.loss_scale follows
+
+A `MixedPrecisionOptimizer` needs the pipeline's scaler: torch's own looks for gradients at the master weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octopipe.runtime.precision import MixedPrecisionOptimizer
 from octopipe.runtime.ranks.reduce import local, wait_for
 from octopipe.runtime.ranks.world import World, all_reduce
 
@@ -73,8 +76,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
             pipe.loss_scale = self.get_scale()
 
-    def _unscale_grads_(self, *args: Any, **more: Any) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(*args, **more)
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **more: Any) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(_with_gradients(optimizer), *args, **more)
         pipe = self._pipe
         flag = torch.zeros(1, dtype=torch.float32, device=pipe.device)
         for tensor in found.values():
@@ -89,6 +92,18 @@ class PipelineGradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         super().update(new_scale)
         self._pipe.loss_scale = self.get_scale()
+
+
+class _Gradients:
+    """What a scaler reads of an optimizer: groups with the parameters that hold gradients."""
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self.param_groups = [{"params": list(parameters)}]
+
+
+def _with_gradients(optimizer: Any) -> Any:
+    """The groups of a `MixedPrecisionOptimizer` hold master weights, which have gradients only while it steps."""
+    return _Gradients(optimizer.trained()) if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
 
 
 def computes_in_half(

@@ -124,6 +124,8 @@ class Replicas:
             if grad is None:
                 continue
             grad = grad.coalesce().values() if grad.is_sparse else grad
+            if not grad.numel():  # nothing has no largest element
+                continue
             wide = torch.float32 if grad.dtype in LOW else None
             value = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
             value = (value.full_tensor() if hasattr(value, "full_tensor") else value).double()

@@ -94,6 +94,11 @@ class SharedBuffers:
             groups = [self._world.subgroup(holders)] if len(holders) > 1 else []
             self._exchange(groups + [self._world.axes[axis] for axis in axes], buffers, looks)
 
+    def begin_again(self) -> None:
+        """After an interrupted step, which ranks have left at different places: the next step is the first again, on
+        all of them, in which they exchange everything."""
+        self._steps = 0
+
     def _exchange(self, groups: list[Any], buffers: list[_Buffer], looks: bool) -> None:
         device = next((t.device for b in buffers if (t := b.tensor()) is not None), torch.device("cpu"))
         looks = looks or device.type == "cpu"

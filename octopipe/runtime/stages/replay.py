@@ -150,7 +150,9 @@ class Replay:
         self._named = [(str(first_layer + k), m) for k, m in enumerate(modules)]
         self._place = f"layers {first_layer} to {first_layer + len(modules) - 1}"
         self._training: list[bool] | None = None
-        """The modules' `training` flags when the behaviour of the forwards was learned."""
+        """The layers' `training` flags when the behaviour of the forwards was learned."""
+        self._modes: list[bool] = []
+        """The same of all modules in them."""
         self._losses: dict[int, Any] = {}
         """The losses that have been called after the layers so far."""
         self._watch: dict[tuple[int, str, tuple[str, ...]], Box] = {}
@@ -194,8 +196,16 @@ class Replay:
         again = [box for key, box in self._watch.items() if self._times_changed.get(key, 0) > 1]
         return [box.label for box in again if id(box.thing) not in buffers]
 
+    def begin_step(self) -> None:
+        """Learn anew if a module inside a layer has changed its mode since (a batch norm that was frozen, say)."""
+        if self._training is not None and self._modes != self._modes_now():
+            self._training = None
+
+    def _modes_now(self) -> list[bool]:
+        return [m.training for top in self._modules for m in top.modules()]
+
     def is_known(self) -> bool:
-        """Whether a forward has run in the current mode of the modules (`train()`, `eval()`)."""
+        """Whether a forward has run in the current mode of the layers (`train()`, `eval()`)."""
         return self._training == [m.training for m in self._modules]
 
     def look(self, loss: Any = None) -> Snapshot:
@@ -228,7 +238,7 @@ class Replay:
         return start
 
     def _first(self, loss: Any) -> Snapshot:
-        self._training = [m.training for m in self._modules]
+        self._training, self._modes = [m.training for m in self._modules], self._modes_now()
         snapshot = self.look(loss)
         if not self._own or (loss is not None and id(loss) not in self._losses):
             fresh = snapshot_of_modules([], [("loss_fn", loss)]) if self._own else snapshot

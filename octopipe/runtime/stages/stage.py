@@ -134,6 +134,7 @@ class Stage:
         self._step_begun = True
         self.mode.left_alone.clear()
         self.mode.left_alone.update(self.hooked.look(self.mode.parameters()))
+        self.replay.begin_step()
         if not self.replay.is_known():
             self._steps_checked = 0
 

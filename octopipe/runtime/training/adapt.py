@@ -36,6 +36,7 @@ from octopipe.runtime.training.saved_state import (
     compact,
     layer_state,
     loadable,
+    make_late_buffers,
     put_settings,
     put_state,
     settings_by_parameter,
@@ -208,6 +209,8 @@ def switch(
     pipe.close()
     fresh = make_pipe(plan)
     states = _exchange(world, old, plan, mine, loss=fresh.layers.has_loss)
+    for k, module in fresh.modules().items():
+        make_late_buffers(module, loadable(states[k]["state"]))
     fresh.load_state_dict({f"{k}.{n}": v for k, kept in states.items() for n, v in loadable(kept["state"]).items()})
     for k, module in fresh.modules().items():
         _put_beside(module, states[k])
@@ -216,10 +219,11 @@ def switch(
         return fresh, None
     made = make_optimizer(fresh)
     kept: list[tuple[str, torch.Tensor, Any]] = []
+    names = {id(p): name for name, p in fresh.named_parameters()}
     for shared in fresh.layers.shared():
         if isinstance(made, MixedPrecisionOptimizer):
-            number, name = shared.layers[0], _name_in(fresh, shared.layers[0], shared.parameter)
-            made.set_master(shared.parameter, states[number]["state"][name].to(shared.parameter.device))
+            number, name = names[id(shared.parameter)].split(".", 1)
+            made.set_master(shared.parameter, states[int(number)]["state"][name].to(shared.parameter.device))
         for member in (int(shared.key.split(".", 1)[0]), *shared.layers):
             saved = states.get(member, {}).get("optimizer", {}).get(shared.key)
             if saved is not None:
@@ -228,10 +232,6 @@ def switch(
                 break
     put_settings(made, kept)
     return fresh, made
-
-
-def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
-    return next(n for n, p in pipe.modules()[layer].named_parameters() if p is parameter)
 
 
 def _unfinished(pipe: Pipeline) -> str:

@@ -63,6 +63,7 @@ from octopipe.runtime.training.saved_state import (
     compact,
     layer_state,
     loadable,
+    make_late_buffers,
     of_other_replicas,
     put_settings,
     put_state,
@@ -265,6 +266,9 @@ def load_checkpoint(
             settings = layer(int(number)).get("settings", {}).get(name, {})
             moments.append((shared.key, shared.parameter, part_of(pipe, shared.key, saved), settings))
         put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
+    for k, module in pipe.modules().items():
+        parameters = layer(k)["optimizer"].keys()
+        make_late_buffers(module, {n: v for n, v in loadable(layer(k)["state"]).items() if n not in parameters})
     pipe.load_state_dict(state)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         for shared in pipe.layers.shared():  # the file contains the master weights, not the rounded ones

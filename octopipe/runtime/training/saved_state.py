@@ -58,6 +58,20 @@ def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _restored(value) for name, value in state.items()}
 
 
+def make_late_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Register the tensors of a state that the module has no place for as buffers, so that they can be loaded: a
+    forward had made them (a table, a first mean), and none has run in this module yet."""
+    known = module.state_dict().keys()
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    for name, value in state.items():
+        owner, _, last = name.rpartition(".")
+        if name in known or not isinstance(value, Tensor):
+            continue
+        holder = dict(module.named_modules()).get(owner)
+        if holder is not None and getattr(holder, last, None) is None:
+            holder.register_buffer(last, torch.empty_like(value, device=device))
+
+
 def _saveable(value: Any, name: str) -> Any:
     if _is_plain(value):
         return compact(value)
@@ -201,10 +215,11 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Restore the state of a parameter, or remove it if there was none. State that another replica keeps is ignored."""
+    """Restore the state of a parameter, or remove it if there was none. State that another replica keeps, or that
+    belongs to a parameter which is frozen now, is ignored."""
     place = parameter.device
     if isinstance(optimizer, MixedPrecisionOptimizer):
-        if not optimizer.owns(parameter):  # type: ignore[arg-type]
+        if not optimizer.updates(parameter):
             return
         place = optimizer.place_of(parameter)  # type: ignore[arg-type]
 
