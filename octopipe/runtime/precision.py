@@ -22,7 +22,7 @@ rounded ones, so a run resumes exactly, in this precision or another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -111,7 +111,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     1). For float32 parameters, the copy that is updated is kept there. `make` receives CPU tensors for this share.
 
     Weights that are changed between two steps (loaded, reset) are taken over: a master weight is updated from its
-    parameter whenever the parameter is no longer the rounded master weight.
+    parameter whenever the parameter is no longer the rounded master weight. torch does not count changes through
+    `.data`: for these, values are compared in steps 1, 2, 4, 8 and so on, and in every step once one was found.
     """
 
     def __init__(
@@ -149,7 +150,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
         self._here = [pair for pair in self._pairs if pair[0] not in away]
         self._away = HostState([pair for pair in self._pairs if pair[0] in away])
-        self._versions: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        """Of every parameter, version and address when it was last equal to its rounded master weight."""
+        self._steps, self._changed_unseen = 0, False
         self._note_versions()
         # torch's optimizers reject an empty list, and the share of a replica may be empty.
         updated = list(self._masters.values()) or [_nothing()]
@@ -205,13 +208,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             parameter.copy_(values)
             if found is not None and found is not parameter:
                 found.copy_(values)
-                self._versions[parameter] = parameter._version
+                self._versions[parameter] = _version(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one update. A closure is called with gradients enabled, as in torch's optimizers."""
         for parameter, master in self._pairs:
             self._follow(parameter, master)
+        self._follow_unseen()
         self._lend_gradients()
         result = self.inner.step(None if closure is None else self._around(closure))
         self._round()
@@ -273,15 +277,43 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _note_versions(self) -> None:
         for parameter, _ in self._pairs:
-            self._versions[parameter] = parameter._version
+            self._versions[parameter] = _version(parameter)
 
     def _follow(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
-        if parameter._version != self._versions[parameter]:
-            with torch.no_grad():
-                values = parameter.detach().to(master.device)
-                changed = values != master.to(values.dtype)
-                master.copy_(torch.where(changed, values.to(master.dtype), master))
-            self._versions[parameter] = parameter._version
+        if _version(parameter) != self._versions[parameter]:
+            self._take_over(parameter, master)
+
+    @torch.no_grad()
+    def _take_over(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        values = parameter.detach().to(master.device)
+        changed = values != master.to(values.dtype)
+        master.copy_(torch.where(changed, values.to(master.dtype), master))
+        self._versions[parameter] = _version(parameter)
+
+    def _follow_unseen(self) -> None:
+        """Take over what was written through `.data` since the last step. To compare all values in every step would
+        cost as much as a part of the update itself."""
+        self._steps += 1
+        if not self._pairs or not (self._changed_unseen or self._steps & (self._steps - 1) == 0):
+            return
+        for parameter, differs in zip((p for p, _ in self._pairs), _differing(self._pairs), strict=True):
+            if differs:
+                self._changed_unseen = True
+                self._take_over(parameter, self._masters[parameter])
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
+
+
+def _differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """For every parameter, whether it is not its rounded master weight. The values of all of them are read at once."""
+    found = []
+    for parameter, master in pairs:
+        values = parameter.detach()
+        rounded = master.to(values.device, values.dtype)
+        found.append(((values != rounded) & ~(values.isnan() & rounded.isnan())).any())
+    return torch.stack([flag.to(found[0].device) for flag in found]).tolist()
 
 
 def _owners(model: Trained, parameters: list[nn.Parameter]) -> Owners | None:
