@@ -181,6 +181,41 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         layers(tmp_path)[3]()
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_quantised_weights_are_refused_not_read_without_their_scales(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    transformers.AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    stored = load_file(file)
+    stored[name] = (stored[name] * 50).to(getattr(torch, kind))
+    save_file({**stored, f"{name}_scale_inv": torch.full((1,), 0.02)}, file, metadata={"format": "pt"})
+    with pytest.raises(OctoPipeError, match=rf"{name} is stored as (F8_E4M3|I8): the weights are quantised, .*dequant"):
+        layers(tmp_path)[2]()
+
+
+def test_packed_weights_are_named_as_quantised_if_the_config_says_so(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = tiny_config("llama")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    stored = load_file(file)
+    packed = {f"{name.removesuffix('weight')}qweight": stored.pop(name).to(torch.int32)}
+    save_file({**stored, **packed}, file, metadata={"format": "pt"})
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(OctoPipeError, match=rf"no weights of {name}; its config says that they are quantised"):
+        layers(tmp_path)[2]()
+
+
+def test_an_adapter_beside_the_weights_is_refused_not_left_out(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(OctoPipeError, match=r"adapter_model\.safetensors is an adapter beside the weights"):
+        layers(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "__0_0.distcp", "adapter_model.safetensors", "weights.gguf"])
 def test_weights_in_files_that_are_not_read_are_never_replaced_by_fresh_ones(name: str, tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
@@ -270,6 +305,41 @@ def test_micro_batches_weigh_as_the_whole_batch() -> None:
     assert sum(losses) / 3 == pytest.approx(float(model(**given).loss.detach()), abs=1e-6)
     with pytest.raises(OctoPipeError, match="4 sequences for 5 micro-batches"):
         micro_batches(given, 5)
+
+
+def test_a_forward_that_was_assigned_and_runs_other_layers_is_refused_with_the_reason() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
+    bound = model.forward
+    model.forward = lambda *given, **named: bound(*given, **named)
+    with pytest.raises(OctoPipeError, match=r"does not run them, as one that was assigned .* override it in a class"):
+        layers(model)
+
+
+def test_one_module_at_two_places_of_the_stack_is_refused_and_a_copy_with_its_weights_is_not() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
+    first = model.model.layers[0]
+    model.model.layers[2] = first
+    with pytest.raises(OctoPipeError, match=r"one module at model\.layers\[0\] and model\.layers\[2\]; put a copy"):
+        layers(model)
+    model.model.layers[2] = copy.deepcopy(first, {id(p): p for p in first.parameters()})
+    parts = layers(model)
+    assert len(parts) == 6
+    assert all(a is b for a, b in zip(parts[1].parameters(), parts[3].parameters(), strict=True))
+
+
+def test_micro_batches_count_the_items_that_the_batch_states() -> None:
+    """As `model(**batch)` does: those of a step with several batches."""
+    ids = torch.randint(3, 90, (4, 6))
+    given = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(50)}
+    listed = [{**{k: v[m : m + 2] for k, v in given.items() if k != "num_items_in_batch"}, "num_items_in_batch": 50}
+              for m in (0, 2)]  # fmt: skip
+    for batches in (given, listed):
+        inputs, targets = micro_batches(batches, 2)
+        assert [float(t["num_items_in_batch"]) for t in targets] == [25.0, 25.0]
+        assert all(set(row) == {"input_ids"} for row in inputs)
+    assert [float(t["num_items_in_batch"]) for t in micro_batches(given, 2, num_items=20)[1]] == [10.0, 10.0]
+    with pytest.raises(OctoPipeError, match="state different num_items_in_batch"):
+        micro_batches([listed[0], {**listed[1], "num_items_in_batch": 51}], 2)
 
 
 def test_positions_and_packed_sequences_are_the_models_own() -> None:
