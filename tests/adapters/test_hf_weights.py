@@ -1,4 +1,4 @@
-"""Weights in a model's folder that are not plain numbers of its parameters are refused, never read as something else."""
+"""Weights in a folder that are not plain numbers of the parameters are refused, never read as something else."""
 
 from __future__ import annotations
 
