@@ -152,6 +152,23 @@ def refuse_random_depth(model: nn.Module) -> None:
         )
 
 
+def refuse_repeated_layers(model: nn.Module) -> None:
+    """Reject a model in whose outermost lists one module with weights stands at several places. Modules are found by
+    their names, of which it would have one, so that its other places would be left out."""
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in lists):
+            continue
+        lists.append(name)
+        first: dict[int, int] = {}
+        for place, layer in enumerate(module):
+            if first.setdefault(id(layer), place) != place and any(True for _ in layer.parameters()):
+                raise OctoPipeError(
+                    f"{type(model).__name__} has one module at {name}[{first[id(layer)]}] and {name}[{place}]; put a "
+                    "copy with the same Parameters there (copy.deepcopy, them in its memo): shared weights stay tied"
+                )
+
+
 def trace(model: nn.Module) -> Anatomy:
     """The anatomy of a model (on `meta` or real); raises a one-line error if the model cannot be split."""
     path, layers = find_layers(model)

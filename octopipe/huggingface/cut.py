@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.anatomy import Anatomy, refuse_random_depth, trace
+from octopipe.huggingface.anatomy import Anatomy, refuse_random_depth, refuse_repeated_layers, trace
 from octopipe.huggingface.examples import example_of, takes_more_than_tokens
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
@@ -120,6 +120,7 @@ def _cut(
         return _cut_with_predictions(model, weights, device)
     refuse_other_models(model)
     refuse_random_depth(model)
+    refuse_repeated_layers(model)
     if example is None and not takes_more_than_tokens(model):
         try:
             return _Cut(model, trace(model), weights, device)
@@ -139,6 +140,7 @@ def _cut_with_predictions(
     model: WithPredictions, weights: Weights | None, device: torch.device | None
 ) -> PredictionCut:
     refuse_random_depth(model.main)
+    refuse_repeated_layers(model.main)
     if takes_more_than_tokens(model.main):
         raise OctoPipeError(
             f"{type(model.main).__name__} has a tower or an encoder, beside which predictions are not trained; leave "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ class HfModel:
             liger=self.liger,
             predictions=self.predictions,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """What the config says about the computation of the layers besides their sizes: heads, windows, experts per
+        token and so on, by their keys."""
+        return dict(sorted(_settings(read_config(self.source).to_dict())))
 
     def code_words(self) -> str:
         """A text that states which code runs and where the weights come from."""
@@ -189,6 +195,27 @@ def _refuse_layers_of_towers(source: Any, num_layers: int | None) -> None:
 def _names_text_model(config: Any) -> bool:
     cls = model_class(config)
     return config_for(cls, config) is not config
+
+
+SETTINGS = (
+    "head", "window", "per_tok", "topk", "top_k", "moe_k", "_types", "pattern", "interval", "period", "chunk",
+    "block_size", "hidden_act", "activation", "softcap", "soft_cap", "dropout", "pdrop", "capacity",
+)  # fmt: skip
+"""Parts of the keys of a config whose values change what layers compute or how long it takes, but often not the number
+of their parameters."""
+
+
+def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            if key.endswith("_config"):
+                yield from _settings(value, f"{before}{key}.")
+        elif any(part in str(key) for part in SETTINGS):
+            items = value if isinstance(value, list | tuple) else [value]
+            if all(
+                isinstance(item, str | int | None) or (isinstance(item, float) and isfinite(item)) for item in items
+            ):
+                yield f"{before}{key}", list(items) if isinstance(value, list | tuple) else value
 
 
 def _dtype(source: Any) -> str | None:

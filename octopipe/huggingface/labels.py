@@ -164,9 +164,11 @@ def micro_batches(
 
     A list of batches is taken as the micro-batches themselves, for models whose inputs do not have one row per sequence
     (images, audio). `num_items`: the number of labels that count in the whole step, if the step has more than this
-    batch (with data parallelism: the mean over replicas). By default it is the number of labels of this batch that are
-    not -100 and follow another token.
+    batch (with data parallelism: the mean over replicas). By default it is `num_items_in_batch` of the batch, otherwise
+    the number of labels of this batch that are not -100 and follow another token.
     """
+    if num_items is None:
+        num_items = _stated_items(batch)
     parts = list(batch) if isinstance(batch, Sequence) else _split(batch, count)
     if count is not None and count != len(parts):
         raise OctoPipeError(f"{len(parts)} batches for {count} micro-batches; give one batch for each")
@@ -183,6 +185,17 @@ def micro_batches(
         {k: v for k, v in part.items() if k not in ("labels", "num_items_in_batch") and v is not None} for part in parts
     ]
     return inputs, [{"labels": part, "num_items_in_batch": share, ALL_LABELS: every} for part in labels]
+
+
+def _stated_items(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Tensor | int | None:
+    """The `num_items_in_batch` with which the model would be called."""
+    stated = [part.get("num_items_in_batch") for part in (batch if isinstance(batch, Sequence) else [batch])]
+    first: Tensor | int | None = stated[0] if stated else None
+    if not all(one is None if first is None else one is not None and float(one) == float(first) for one in stated):
+        raise OctoPipeError(
+            "the batches state different num_items_in_batch; give all of them that of the whole step, or leave it out"
+        )
+    return first
 
 
 def _split(batch: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:

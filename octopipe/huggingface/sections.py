@@ -52,6 +52,12 @@ RETURNS = (0, 1, 2, 3, 4, 5)
 """Guesses of what layers return: 0 is the hidden state itself, n a tuple of n values."""
 
 
+_NONE_RUN = (
+    "its forward does not run them, as one that was assigned to the model and calls that of another copy; "
+    "override it in a class"
+)
+
+
 class _NotVisited(Refused):
     """The forward does not run the layers of these lists on the example."""
 
@@ -192,7 +198,7 @@ def trace_sections(model: nn.Module, example: Mapping[str, Any]) -> Sections:
             without = [path for path in chosen if ends and path != ends[max(ends)]]
             if without and without not in tried:
                 tried.insert(tried.index(chosen) + 1, without)
-    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason}")
+    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason or _NONE_RUN}")
 
 
 def _add_next_guess(

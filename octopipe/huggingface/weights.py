@@ -24,6 +24,10 @@ from octopipe.base.files import brief, decode_json, letters, read_bytes, shown
 from octopipe.base.limits import MAX_PLAN_BYTES
 from octopipe.huggingface.shell import PlaceholderLayer, initialise
 
+FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+"""Types of floating-point numbers in safetensors that hold a weight by themselves. Others (float8, integers) are
+quantised: a weight is such a number times a scale that is stored under another name."""
+DEQUANTISE = "load them with transformers, call dequantize() and save_pretrained in bfloat16"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "which is pickled: reading it could run code"
 OTHERS = {
@@ -125,7 +129,11 @@ class Weights:
                 value = found.get(self._first.get(name, name))
                 if value is None:
                     if name in self._first and self._first[name] not in self._store.absent:
-                        raise OctoPipeError(f"{self._store.where}: no weights of {name}; is the checkpoint complete?")
+                        quantised = getattr(self._model.config, "quantization_config", None)
+                        why = f"its config says that they are quantised: {DEQUANTISE}" if quantised else ""
+                        raise OctoPipeError(
+                            f"{self._store.where}: no weights of {name}; {why or 'is the checkpoint complete?'}"
+                        )
                     continue
                 target = _parameter(piece, prefix, name)
                 if target.shape != value.shape:
@@ -200,6 +208,7 @@ class Store:
         # transformers' loader fills the model on meta; afterwards the loaded tensors are taken out again.
         before = _state(self._model)
         with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
+            self._refuse_quantised(names, before, slices)
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
             try:
                 info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)
@@ -219,6 +228,18 @@ class Store:
             )
         first = first_names(self._model)
         return {first.get(name, name): tensor for name, tensor in found.items()}
+
+    def _refuse_quantised(self, names: set[str], state: dict[str, Tensor], slices: Mapping[str, Any]) -> None:
+        for name in sorted(names & self._sources.keys()):
+            if name not in state or not state[name].is_floating_point():
+                continue
+            for key in self._sources[name]:
+                kind = str(slices[key].get_dtype())
+                if kind not in FLOATS:
+                    raise OctoPipeError(
+                        f"{self.where}: {key} is stored as {kind}: the weights are quantised, and training needs the "
+                        f"numbers themselves; {DEQUANTISE}"
+                    )
 
 
 def _empty(parameter: Any) -> bool:
@@ -282,6 +303,12 @@ def has_weights(folder: Path) -> bool:
     """Whether a model's folder contains weights that can be read; weights in other formats are rejected, never
     ignored."""
     if (folder / INDEX).exists() or (folder / SINGLE).exists():
+        adapter = min((path.name for path in folder.glob("adapter_model.*")), default=None)
+        if adapter is not None:  # transformers would add it to the model
+            raise OctoPipeError(
+                f"{shown(folder)}: {adapter[:80]} is an adapter beside the weights, which would be left out; merge it "
+                "(merge_and_unload, save_pretrained) or move it away, or give a model that has been built with it"
+            )
         return True
     for pattern, why in OTHERS.items():
         found = min((path.name for path in folder.glob(pattern)), default=None)

@@ -22,7 +22,7 @@ rounded ones, so a run resumes exactly, in this precision or another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -113,9 +113,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     1). For float32 parameters, the copy that is updated is kept there. `make` receives CPU tensors for this share.
 
     Weights that are changed between two steps (loaded, reset, clipped) are taken over: a master weight is updated from
-    its parameter whenever the parameter is no longer the rounded master weight. Torch does not record changes through
-    `.data`; on a CPU they are found in every step, on a GPU in the first steps, then in steps whose number is a power
-    of two, and in every step once one has been found.
+    its parameter whenever the parameter is no longer the rounded master weight. Torch does not record changes in place
+    through `.data`; on a CPU values are compared in every step, on a GPU in the first steps, then in steps whose number
+    is a power of two, and in every step once such a change has been found.
 
     A parameter that is frozen when the optimizer is made has no master weight, so `step` refuses to leave it out once
     it is trained: make a new optimizer then.
@@ -139,8 +139,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = [p for _, p in trained]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._steps, self._found_silent = 0, False
-        """The number of steps, and whether a change through `.data` has been found."""
         self.owners = _owners(model, self._trained) if shard else None
         """Which replica updates which parameter, if state is sharded."""
         away = hosted([p for p in self._trained if self.owns(p)], host)
@@ -163,7 +161,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
         self._here = [pair for pair in self._pairs if pair[0] not in away]
         self._away = HostState([pair for pair in self._pairs if pair[0] in away])
-        self._versions: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        """Of every parameter, version and address when it was last equal to its rounded master weight."""
+        self._steps, self._changed_unseen = 0, False
+        """The number of steps, and whether a change in place through `.data` has been found."""
         self._note_versions()
         # torch's optimizers reject an empty list, and the share of a replica may be empty.
         updated = list(self._masters.values()) or [_nothing()]
@@ -205,7 +206,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         found = self._masters.get(parameter)
         if found is None or found is parameter:
             return None
-        self._follow(parameter, found, look=True)
+        self._take_over(parameter, found)
         return found
 
     def trained(self) -> list[nn.Parameter]:
@@ -227,16 +228,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             parameter.copy_(values)
             if found is not None and found is not parameter:
                 found.copy_(values)
-                self._versions[parameter] = parameter._version
+                self._versions[parameter] = _version(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one update. A closure is called with gradients enabled, as in torch's optimizers."""
         self._check_frozen()
-        n = self._steps = self._steps + 1
-        looks = self._found_silent or n <= FIRST_STEPS or n & (n - 1) == 0
         for parameter, master in self._pairs:
-            self._follow(parameter, master, look=looks or parameter.device.type == "cpu")
+            self._follow(parameter, master)
+        self._follow_unseen()
         self._lend_gradients()
         result = self.inner.step(None if closure is None else self._around(closure))
         self._round()
@@ -298,22 +298,31 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _note_versions(self) -> None:
         for parameter, _ in self._pairs:
-            self._versions[parameter] = parameter._version
+            self._versions[parameter] = _version(parameter)
 
-    def _follow(self, parameter: nn.Parameter, master: nn.Parameter, *, look: bool) -> None:
-        """Take over a changed parameter. `look`: also where torch has not recorded a change."""
-        recorded = parameter._version != self._versions[parameter]
-        if not (recorded or look):
+    def _follow(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        if _version(parameter) != self._versions[parameter]:
+            self._take_over(parameter, master)
+
+    @torch.no_grad()
+    def _take_over(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        values = parameter.detach().to(master.device)
+        changed = values != master.to(values.dtype)
+        master.copy_(torch.where(changed, values.to(master.dtype), master))
+        self._versions[parameter] = _version(parameter)
+
+    def _follow_unseen(self) -> None:
+        """Take over what was written in place through `.data` since the last step. On a GPU, to compare all values in
+        every step would cost as much as a part of the update itself, and the host would wait for the answer."""
+        n = self._steps = self._steps + 1
+        everywhere = self._changed_unseen or n <= FIRST_STEPS or n & (n - 1) == 0
+        pairs = [pair for pair in self._pairs if everywhere or pair[0].device.type == "cpu"]
+        if not pairs:
             return
-        with torch.no_grad():
-            values = parameter.detach().to(master.device)
-            changed = values != master.to(values.dtype)
-            if not recorded:
-                if not bool(changed.any()):
-                    return
-                self._found_silent = True
-            master.copy_(torch.where(changed, values.to(master.dtype), master))
-        self._versions[parameter] = parameter._version
+        for (parameter, master), differs in zip(pairs, _differing(pairs), strict=True):
+            if differs:
+                self._changed_unseen = True
+                self._take_over(parameter, master)
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -323,6 +332,20 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                     "has no master weight; make a new optimizer after unfreezing, or freeze parameters only after "
                     "making it"
                 )
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
+
+
+def _differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """For every parameter, whether it is not its rounded master weight. The values of all of them are read at once."""
+    found = []
+    for parameter, master in pairs:
+        values = parameter.detach()
+        rounded = master.to(values.device, values.dtype)
+        found.append(((values != rounded) & ~(values.isnan() & rounded.isnan())).any())
+    return torch.stack([flag.to(found[0].device) for flag in found]).tolist()
 
 
 def _owners(model: Trained, parameters: list[nn.Parameter]) -> Owners | None:

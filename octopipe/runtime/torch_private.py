@@ -110,6 +110,11 @@ def has_global_forward_hooks() -> bool:
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
 
 
+def has_global_hooks() -> bool:
+    """Return whether a hook is registered for the forwards or the backwards of all modules."""
+    return has_global_forward_hooks() or bool(_module._global_backward_hooks or _module._global_backward_pre_hooks)
+
+
 def default_store() -> Any:
     """Return the store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
@@ -160,6 +165,7 @@ __all__ = [
     "functional_collectives",
     "grouped_mm",
     "has_global_forward_hooks",
+    "has_global_hooks",
     "inductor_config",
     "is_autocast_on",
     "is_functorch_active",

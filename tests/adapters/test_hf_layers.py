@@ -272,6 +272,41 @@ def test_micro_batches_weigh_as_the_whole_batch() -> None:
         micro_batches(given, 5)
 
 
+def test_a_forward_that_was_assigned_and_runs_other_layers_is_refused_with_the_reason() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
+    bound = model.forward
+    model.forward = lambda *given, **named: bound(*given, **named)
+    with pytest.raises(OctoPipeError, match=r"does not run them, as one that was assigned .* override it in a class"):
+        layers(model)
+
+
+def test_one_module_at_two_places_of_the_stack_is_refused_and_a_copy_with_its_weights_is_not() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
+    first = model.model.layers[0]
+    model.model.layers[2] = first
+    with pytest.raises(OctoPipeError, match=r"one module at model\.layers\[0\] and model\.layers\[2\]; put a copy"):
+        layers(model)
+    model.model.layers[2] = copy.deepcopy(first, {id(p): p for p in first.parameters()})
+    parts = layers(model)
+    assert len(parts) == 6
+    assert all(a is b for a, b in zip(parts[1].parameters(), parts[3].parameters(), strict=True))
+
+
+def test_micro_batches_count_the_items_that_the_batch_states() -> None:
+    """As `model(**batch)` does: those of a step with several batches."""
+    ids = torch.randint(3, 90, (4, 6))
+    given = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(50)}
+    listed = [{**{k: v[m : m + 2] for k, v in given.items() if k != "num_items_in_batch"}, "num_items_in_batch": 50}
+              for m in (0, 2)]  # fmt: skip
+    for batches in (given, listed):
+        inputs, targets = micro_batches(batches, 2)
+        assert [float(t["num_items_in_batch"]) for t in targets] == [25.0, 25.0]
+        assert all(set(row) == {"input_ids"} for row in inputs)
+    assert [float(t["num_items_in_batch"]) for t in micro_batches(given, 2, num_items=20)[1]] == [10.0, 10.0]
+    with pytest.raises(OctoPipeError, match="state different num_items_in_batch"):
+        micro_batches([listed[0], {**listed[1], "num_items_in_batch": 51}], 2)
+
+
 def test_positions_and_packed_sequences_are_the_models_own() -> None:
     config = tiny_config("mistral")
     parts = cut(config)

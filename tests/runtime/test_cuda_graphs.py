@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.stages.capturable import Facts
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -120,6 +119,7 @@ def test_what_watches_a_stage_is_not_taken_for_state_of_its_layers() -> None:
     """A layer that set an attribute is looked at in every forward, and with it the hooks by which draws are detected;
     these note the generators' state, which every layer's seed changes."""
     from octopipe.runtime.stages.capturable import _Draws
+    from octopipe.runtime.stages.chain import StageChain
     from octopipe.runtime.stages.stage import Stage as RunningStage
 
     class Settling(Block):
@@ -133,9 +133,8 @@ def test_what_watches_a_stage_is_not_taken_for_state_of_its_layers() -> None:
     stage = RunningStage([Settling()])
     value = torch.randn(2, WIDTH)
     stage.forward(value)
-    draws = object.__new__(_Draws)  # made by hand: its own way in asks for a GPU's generator
+    draws = _Draws(StageChain([(stage, False)]), True, SimpleNamespace(get_offset=lambda: 0))
     calls: list[int] = []
-    draws._layers, draws._seeded, draws._handles, draws.found = [(0, stage.modules[0])], True, [], ""
     draws._now = lambda: (calls.append(1) or len(calls), b"")  # type: ignore[method-assign]
     draws._was = draws._now()
     stage.replay.observe()
@@ -338,29 +337,6 @@ def test_replays_allocate_nothing() -> None:
 def test_graphs_are_refused_on_the_host() -> None:
     with pytest.raises(OctoPipeError, match="cuda_graphs on cpu"):
         Pipeline([nn.Linear(2, 2)] * 3, plan(3), loss_fn, device="cpu", cuda_graphs=True)
-
-
-def test_facts_hold_until_something_changes() -> None:
-    block = Block()
-    block.register_buffer("table", torch.zeros(3))
-    facts = Facts(list(block.modules()))
-    known = facts.read()
-    assert facts.read() == known
-    changes: list[Callable[[], object]] = [
-        lambda: setattr(block, "factor", 0.5),
-        lambda: block.eval(),
-        lambda: block.table.add_(1.0),  # type: ignore[operator]
-        lambda: setattr(block, "up", nn.Linear(WIDTH, 2 * WIDTH)),
-        lambda: block.norm.weight.requires_grad_(False),
-        lambda: block.register_forward_hook(lambda *_: None),
-    ]
-    for change in changes:
-        change()
-        assert facts.read() != known
-        known = facts.read()
-    with torch.no_grad():
-        block.down.weight.add_(1.0)  # values are not facts: graphs read them
-    assert facts.read() == known
 
 
 def test_stages_whose_ops_run_in_pairs_run_by_calls_and_say_why() -> None:

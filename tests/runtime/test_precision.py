@@ -177,6 +177,28 @@ def test_weights_changed_from_outside_reach_the_masters() -> None:
     assert torch.equal(now[0], torch.full((2,), 7.0)) and torch.equal(now[1], fine[1])
 
 
+def _zeroed(parameter: Any) -> None:
+    parameter.data = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("host", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("change", "most"), [(_zeroed, 0.0), (lambda p: p.data.zero_(), 0.0), (lambda p: p.data.clamp_(-0.25, 0.25), 0.25)]
+)
+def test_weights_that_are_changed_through_data_reach_the_masters(change: Any, most: float, host: float) -> None:
+    """As a clipped critic or a reset head is written; torch does not count such a change."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = MixedPrecisionOptimizer(lambda p: torch.optim.SGD(p, lr=0.0), model, host=host)
+    for step in range(5):
+        if change is not _zeroed or step == 4:  # a new address is noticed in every step
+            change(model.weight)
+        model.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+        optimizer.step()
+    assert float(model.weight.detach().abs().max()) == most
+    assert float(optimizer.master(model.weight).detach().abs().max()) == most
+
+
 def test_state_dicts_travel_and_wrong_ones_are_refused() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     twin = copy.deepcopy(model)

@@ -226,6 +226,16 @@ def test_global_hooks_on_forwards_are_seen():
     assert not private.has_global_forward_hooks()
 
 
+def test_global_hooks_of_both_directions_are_seen():
+    hooks = nn.modules.module
+    assert not private.has_global_hooks()
+    for register in (hooks.register_module_forward_pre_hook, hooks.register_module_full_backward_hook):
+        handle = register(lambda *a: None)
+        assert private.has_global_hooks()
+        handle.remove()
+    assert not private.has_global_hooks()
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)

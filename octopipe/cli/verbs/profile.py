@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.base.display import duration
 from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
+from octopipe.cli.verbs.recorded import settings_of
 from octopipe.cli.verbs.runnable import (
     add_encoder_arguments,
     add_kernel_arguments,
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             "optimizer": args.optimizer,
             "model_code": code_words(work.spec),
             "parameters": layer_parameters(work.spec),
+            "settings": settings_of(work.spec),
         },
     )
     if job.memory_check:

@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli.verbs.recorded import check_layers
 from octopipe.cli.verbs.runnable import OWN_LAYERS, code_words, frozen_layers
 from octopipe.costs.cluster.setup import Setup
 
@@ -133,20 +134,7 @@ def _planned_inputs(plan: Plan | None) -> dict[str, Any]:
 def check_model(profile: Profile, spec: Any, where: str, device: str, *, frozen: tuple[int, ...] = ()) -> None:
     """Raise an error if a profile was measured on another model, with other input of its encoder or other frozen
     layers, or on another kind of device."""
-    if profile.costs.num_layers != spec.num_layers:
-        raise OctoPipeError(
-            f"{where} has {profile.costs.num_layers} layers, {spec.name} has {spec.num_layers}; profile this model"
-        )
-    from octopipe.runtime.measure.layer_sizes import layer_parameters
-
-    measured = profile.about.get("parameters")
-    if isinstance(measured, list) and len(measured) == spec.num_layers:
-        for layer, (theirs, ours) in enumerate(zip(measured, layer_parameters(spec))):
-            if theirs != ours:
-                raise OctoPipeError(
-                    f"{where} was measured on another model: layer {layer} has {theirs:,} parameters there and "
-                    f"{ours:,} in {spec.name}; profile this model"
-                )
+    check_layers(profile, spec, where)
     code, mine = profile.about.get("model_code"), code_words(spec)
     if isinstance(code, str) and (code == OWN_LAYERS) != (mine == OWN_LAYERS):
         raise OctoPipeError(f"{where} was measured on {code}, and this run has {mine}; profile these layers")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_measured(args: argparse.Namespace) -> int:
     """Run `tune --measure`."""
-    from octopipe.cli.verbs.profile import workload_of
+    from octopipe.cli.verbs.recorded import recorded_workload
     from octopipe.cli.verbs.runnable import needs_torch
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import save_plan
@@ -33,7 +33,6 @@ def run_measured(args: argparse.Namespace) -> int:
         if given:
             raise OctoPipeError(f"--measure works with the default search only; leave {flag} out")
     profile = _profile_of(args, load_profile)
-    recipe: Any = profile.about["recipe"]
     ranks = profile.about.get("ranks", args.pp)
     if ranks != args.pp:
         raise OctoPipeError(
@@ -44,7 +43,7 @@ def run_measured(args: argparse.Namespace) -> int:
         from octopipe.runtime.measure.trial import on_ranks
         from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, measured_tune_task
     costs = costs_from(args)
-    work = workload_of(recipe)
+    work = recorded_workload(profile, args.model, remedy=_remedy(args))
     if args.cut_head and work.graphs:
         raise OctoPipeError(
             f"{args.model} was measured with CUDA graphs, which plans with a cut head do not run with; profile without "
@@ -90,18 +89,19 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
     """Load the profile that MODEL names; raise OctoPipeError if its layers cannot be run here as they were measured."""
     import os
 
-    remedy = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
     if not os.path.isfile(args.model):
-        raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {remedy}")
+        raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {_remedy(args)}")
     profile = load_profile(args.model)
     if str(profile.about.get("model_code", "")).startswith("Megatron"):
         raise OctoPipeError(
             f"{args.model}: measured on Megatron-Core's chunks, which only a Megatron script can build; call "
             "octopipe.megatron.tune_measured there"
         )
-    if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(f"{args.model}: does not state which layers were measured; {remedy}")
     return profile
+
+
+def _remedy(args: argparse.Namespace) -> str:
+    return f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
 
 
 def _tell(outcome: Outcome, args: argparse.Namespace) -> None:

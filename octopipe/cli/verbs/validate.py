@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import check_target
-    from octopipe.cli.verbs.profile import workload_of
+    from octopipe.cli.verbs.recorded import recorded_workload
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
     from octopipe.plans.setting import checkpointed_by_prices
@@ -72,16 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if not own:
         note = f"{args.plan} was made with costs other than those of {args.profile}; the prediction is {args.profile}'s"
         console(stderr=True).print(named(note), style="yellow", soft_wrap=True)
-    recipe = profile.about.get("recipe")
-    if not isinstance(recipe, dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(
-            f"{args.profile}: does not state which layers were measured; write it with `octopipe profile`"
-        )
-    work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
+    work = recorded_workload(profile, args.profile, precision=args.precision)
     work = replace(work, checkpointed=checkpointed_by_prices(plan))
     if not args.fresh:
         profile = profile.checkpointing(work.checkpointed)
-        measured = profile.mode or workload_of(recipe).mode
+        measured = profile.mode or recorded_workload(profile, args.profile).mode
         refuse_other_precision(measured, work.precision, args.profile)
 
     from octopipe.runtime.measure.forecast import check_plan_memory

@@ -1,19 +1,19 @@
-"""Which stages can be replayed from a CUDA graph, and when a captured graph is out of date.
+"""Which stages can be replayed from a CUDA graph.
 
 Knows: what a graph cannot repeat (decisions of the host, random numbers, collectives, hooks, state that layers keep),
-how to detect each of these while a stage runs, and everything outside a stage that a graph depends on. Does not know:
-how graphs are captured or replayed (`cuda_graphs.py`).
+and how to detect each of these while a stage runs. Does not know: what captured graphs depend on (`graph_facts.py`),
+how they are captured or replayed (`cuda_graphs.py`).
 
 A graph repeats the kernels of one run on the same memory. Every decision of the host in that run becomes permanent, so
 a stage qualifies only if an observed run shows that its host code decides nothing: no waiting for device values, no
 random numbers, no collectives, no attribute that changes between forwards. What was fixed before the run (addresses of
-weights, `training`, attributes) is checked before every step; if it has changed, graphs are captured again.
+weights, `training`, attributes) is checked before every step (`graph_facts.py`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,32 +21,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.graph_facts import HOOKS, Facts, modules_of
+from octopipe.runtime.stages.state import host_state
 from octopipe.runtime.stages.weight_queue import is_distributed
-from octopipe.runtime.torch_private import known_groups
+from octopipe.runtime.torch_private import has_global_hooks, known_groups
 from octopipe.runtime.turns import exchanges_started
-
-_SCALARS = (int, float, bool, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def modules_of(chain: StageChain) -> list[nn.Module]:
-    """All modules of a stage with their submodules, each once."""
-    return list(dict.fromkeys(m for stage, _ in chain.parts for top in stage.modules for m in top.modules()))
 
 
 def fixed_reason(chain: StageChain) -> str:
     """Why a stage can never be captured, judging by what it consists of; empty if there is no such reason."""
     if any(recomputes and stage.always_check for stage, recomputes in chain.parts):
         return 'R is compared with F in every step (verify=True; verify="first-step" does so in the first ones)'
+    if has_global_hooks():
+        return "a hook is registered for all modules, which a graph would not call"
+    for stage, _ in chain.parts:
+        if name := stage.hooked.listened_to():
+            return f"something waits for the gradient of parameter {name}, which a graph would not tell it"
     for module in modules_of(chain):
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
             return f"{name} communicates inside the stage"
-        if any(vars(module).get(hooks) for hooks in _HOOKS):
+        if any(vars(module).get(hooks) for hooks in HOOKS):
             return f"{name} has hooks, which a graph would not call"
         for parameter in module.parameters(recurse=False):
             if is_distributed(parameter):
@@ -77,52 +76,6 @@ def reasons_of_shared_parameters(chains: Mapping[int, StageChain], reasons: Mapp
     return found
 
 
-class Facts:
-    """The conditions that a graph of some modules depends on, as a list that stays equal while they hold."""
-
-    def __init__(self, modules: Sequence[nn.Module]):
-        self._modules = list(dict.fromkeys(modules))
-
-    def read(self) -> list[Any]:
-        """The current facts; takes a fraction of a millisecond for a hundred modules."""
-        seen: list[Any] = [
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        ]
-        add = seen.append
-        for module in self._modules:
-            own = module.__dict__
-            for value in own.values():
-                if isinstance(value, _SCALARS):
-                    add(value)
-                elif type(value) in (tuple, list):
-                    seen.extend(v if isinstance(v, _SCALARS) else id(v) for v in value)
-                elif isinstance(value, Tensor):
-                    self._tensor(value, add)
-            for inner in own["_modules"].values():
-                add(id(inner))
-            for parameter in own["_parameters"].values():
-                if parameter is not None:
-                    add(parameter.requires_grad)
-                    add(parameter.data_ptr())
-                add(id(parameter))
-            for buffer in own["_buffers"].values():
-                if buffer is not None:
-                    self._tensor(buffer, add)
-            for hooks in _HOOKS:
-                add(len(own.get(hooks) or ()))
-        return seen
-
-    @staticmethod
-    def _tensor(value: Tensor, add: Callable[[Any], None]) -> None:
-        add(id(value))
-        if value.is_cpu:
-            add(value._version)  # a value on the host becomes a kernel argument, which is constant in the graph
-        else:
-            add(value.data_ptr())
-
-
 class Watch:
     """Observes stages while they run eagerly; `reasons` states per stage why it cannot be captured."""
 
@@ -132,13 +85,15 @@ class Watch:
         self.reasons: dict[int, str] = {}
 
     @contextmanager
-    def op(self, stage: int, *, seeded: bool) -> Iterator[None]:
-        """Context of one op of a stage. `seeded`: generators are seeded before every layer and the loss."""
+    def op(self, stage: int, *, seeded: bool, seeds_loss: bool = False) -> Iterator[None]:
+        """Context of one op of a stage. `seeded`: generators are seeded before every layer and before the loss;
+        `seeds_loss`: the op ends with the loss."""
         if stage in self.reasons:
             yield
             return
         facts = self._facts[stage].read()
-        collectives, draws = _collectives(), _Draws(self._chains[stage], seeded)
+        device = torch.cuda.default_generators[torch.cuda.current_device()]
+        collectives, draws = _collectives(), _Draws(self._chains[stage], seeded, device, seeds_loss=seeds_loss)
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as heard, draws:
             warnings.simplefilter("always")
@@ -167,22 +122,32 @@ class Watch:
 
 
 class _Draws:
-    """Detects which layer of a stage draws random numbers, on the host or on the device."""
+    """Detects which layer of a stage draws random numbers, on the host or on the device, or whether the loss does."""
 
     octopipe_no_state = True  # reachable through the layers' hooks, but not their state (`places.py`)
 
-    def __init__(self, chain: StageChain, seeded: bool):
-        self._layers = [
-            (stage.first_layer + k, module) for stage, _ in chain.parts for k, module in enumerate(stage.modules)
-        ]
-        self._seeded = seeded
+    def __init__(self, chain: StageChain, seeded: bool, device: Any, *, seeds_loss: bool = False):
+        """`device`: the device's generator. `seeds_loss`: the op ends with a loss, before which torch's generators are
+        seeded."""
+        self._stages = [stage for stage, _ in chain.parts]
+        self._layers = [(stage.first_layer + k, m) for stage in self._stages for k, m in enumerate(stage.modules)]
+        self._seeded, self._seeds_loss, self._device = seeded, seeds_loss, device
         self._handles: list[Any] = []
         self.found = ""
-        self._device = torch.cuda.default_generators[torch.cuda.current_device()]
-        self._was = self._now()
+        self._was, self._others_at_start = self._now(), self._others()
 
-    def _now(self) -> tuple[int, bytes]:
-        return self._device.get_offset(), torch.default_generator.get_state().numpy().tobytes()
+    def _now(self) -> tuple[Any, ...]:
+        """The state of every generator."""
+        return self._device.get_offset(), torch.default_generator.get_state().numpy().tobytes(), self._others()
+
+    def _others(self) -> list[Any]:
+        """The state of the generators that no seed of ours reaches: Python's, numpy's and those of the layers."""
+        return [host_state(), *(s.comparable() for stage in self._stages for s in stage.replay.generators())]
+
+    def _as_seeded(self) -> bool:
+        """Whether nothing has been drawn from torch's generators since they were seeded."""
+        fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed()).get_state()
+        return self._device.get_offset() == 0 and torch.equal(fresh, torch.default_generator.get_state())
 
     def _before(self, *_: Any) -> None:
         self._was = self._now()
@@ -202,7 +167,10 @@ class _Draws:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        if not self._seeded and not self.found and self._now() != self._was:
+        if self.found:
+            return
+        drew = self._others() != self._others_at_start if self._seeded else self._now() != self._was
+        if drew or (self._seeds_loss and not self._as_seeded()):
             self.found = "the loss or a backward"
 
 

@@ -33,14 +33,13 @@ from torch import Tensor
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.calling import Loss
 from octopipe.runtime.stages.capturable import (
-    Facts,
     Watch,
     fixed_reason,
-    modules_of,
     reasons_of_shared_parameters,
 )
 from octopipe.runtime.stages.captured import REPLAYED, Captured, Passage
 from octopipe.runtime.stages.chain import Autocast, Between, Forward, Ops, StageChain
+from octopipe.runtime.stages.graph_facts import Facts, Surroundings, modules_of
 from octopipe.runtime.stages.graph_gradients import GradientBuffers
 from octopipe.runtime.stages.graph_inputs import Inputs
 from octopipe.runtime.stages.graph_launch import Graph
@@ -102,6 +101,7 @@ class GraphedOps(Ops):
         self._seen: dict[int, Seen] = {}
         self._facts = Facts([])
         """What the graphs of the captured stages depend on; `_known` has the values at the decision to capture."""
+        self._surroundings = Surroundings([])
         self._known: list[Any] = []
         self._gradients = GradientBuffers()
         self._by_calls: set[int] = set()
@@ -122,7 +122,9 @@ class GraphedOps(Ops):
         if self._phase == OFF:
             return
         self._by_calls.clear()
-        if self._phase in (CAPTURING, REPLAYING) and self._facts.read() != self._known:
+        if self._phase in (CAPTURING, REPLAYING) and (
+            self._facts.read() != self._known or self._surroundings.changed()
+        ):
             self._drop()
         if self._phase == WATCHED:
             self.reasons = {
@@ -187,8 +189,10 @@ class GraphedOps(Ops):
         for number, chain in self.chains.items():
             for stage, _ in chain.parts:
                 stage.draws = number in self.reasons
-        modules = [m for s, chain in self.chains.items() if s not in self.reasons for m in modules_of(chain)]
+        captured = [chain for s, chain in self.chains.items() if s not in self.reasons]
+        modules = [m for chain in captured for m in modules_of(chain)]
         self._gradients.make(modules)
+        self._surroundings = Surroundings(captured)
         self._facts = Facts(modules)
         self._known, self._phase = self._facts.read(), CAPTURING
 
@@ -208,6 +212,7 @@ class GraphedOps(Ops):
             cell.graphs = None
         self._cells.clear()
         self._pool, self._watch = None, None
+        self._surroundings = Surroundings([])
         self._seen.clear()
         for chain in self.chains.values():
             for stage, _ in chain.parts:
@@ -245,7 +250,7 @@ class GraphedOps(Ops):
                 return REPLAYED, known.outputs[0], known.needs
         if phase == WATCHED and self._watch is not None:
             self._note(cell, "F", (value, side, _target(then)), (needs, then))
-            with self._watch.op(stage, seeded=seed is not None):
+            with self._watch.op(stage, seeded=seed is not None, seeds_loss=None not in (seed, then)):
                 return super().forward(cell, value, needs, then, seed, side)
         if phase < CAPTURING or phase == OFF or stage in self.reasons:
             return super().forward(cell, value, needs, then, seed, side)

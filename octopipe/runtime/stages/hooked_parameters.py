@@ -66,6 +66,10 @@ class HookedParameters:
         self._after += [(n, p) for n, p in self._named if id(p) in held]
         return held
 
+    def listened_to(self) -> str:
+        """The name of a parameter with a hook that runs after its gradient has been accumulated; empty without one."""
+        return self._after[0][0] if self._after else ""
+
     def _held_by_python(self, parameters: Sequence[Tensor]) -> set[int]:
         """Ids of the parameters whose accumulation nodes another Python object refers to."""
         counts = {id(p): count for p in parameters if (count := _references(p)) > _NOBODY}

@@ -41,9 +41,12 @@ _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconf
 """Where Python's own modules and installed packages are."""
 
 
-def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
-    """A snapshot of all state of modules (given with their names) and other objects (a loss, hooks)."""
-    walk = _Walk()
+def snapshot_of_modules(
+    modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = (), *, ours: bool = True
+) -> Snapshot:
+    """A snapshot of all state of modules (given with their names) and other objects (a loss, hooks). `ours`: with the
+    state of octopipe's own objects that are no modules."""
+    walk = _Walk(ours=ours)
     for label, top in modules:
         walk.module(top, label)
     for label, thing in also:
@@ -63,9 +66,9 @@ def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
 
 
 class _Walk:
-    def __init__(self, *, into_modules: bool = True) -> None:
+    def __init__(self, *, into_modules: bool = True, ours: bool = True) -> None:
         self.found = Snapshot()
-        self._into_modules = into_modules
+        self._into_modules, self._ours = into_modules, ours
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         """References to the objects in `_seen`, so that their ids are not reused."""
@@ -144,7 +147,9 @@ class _Walk:
     def _object(self, value: Any, label: str) -> None:
         kind = type(value)
         package = kind.__module__.partition(".")[0]
-        if (package in _LIBRARIES and package != "octopipe") or getattr(kind, NO_STATE, False):
+        if package in _LIBRARIES and not (self._ours and package == "octopipe"):
+            return
+        if getattr(kind, NO_STATE, False):
             return
         self._note(value)
         self._class(kind, label)

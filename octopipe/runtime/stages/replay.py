@@ -212,6 +212,15 @@ class Replay:
         """A snapshot of all places of the stage and its loss."""
         return snapshot_of_modules(self._named, [] if loss is None else [("loss_fn", loss)])
 
+    def look_at_all(self) -> Snapshot:
+        """`look` with every loss that has been called after the layers so far, and without what our own objects note
+        from step to step (the pieces of a transformers model: the arguments of the latest batch)."""
+        return snapshot_of_modules(self._named, [("loss_fn", loss) for loss in self._losses.values()], ours=False)
+
+    def generators(self) -> list[Source]:
+        """The random generators that the layers hold, each with its state."""
+        return [Source(source.thing) for source in self._sources]
+
     def before(self, tensors: list[Tensor], loss: Any, *, again: bool, checking: bool) -> Start | None:
         """The state to keep before a forward; None if nothing is needed."""
         first = not self.is_known() or (loss is not None and id(loss) not in self._losses)

@@ -133,6 +133,11 @@ def changed_key(box: Box, before: Any) -> Any:
 _SAME = object()
 
 
+def is_changed(box: Box, before: Any) -> bool:
+    """Whether the contents of a box differ from `before`."""
+    return changed_key(box, before) is not _SAME
+
+
 class HeldTensor:
     """A tensor in a place, as a snapshot found it."""
 
@@ -224,6 +229,10 @@ class Source:
     def put_back(self) -> None:
         self._set(self.state)
 
+    def comparable(self) -> Any:
+        """The state as values that `==` compares."""
+        return _comparable(self.state)
+
 
 def _source_state(thing: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(thing, torch.Generator):
@@ -234,6 +243,16 @@ def _source_state(thing: Any) -> tuple[Any, Callable[[Any], Any]]:
         bits = thing.bit_generator
         return bits.state, functools.partial(setattr, bits, "state")
     return thing.get_state(), thing.set_state  # numpy's RandomState
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_comparable, state))
+    if isinstance(state, Tensor):
+        return state.numpy().tobytes()
+    return state.tobytes() if type(state).__module__ == "numpy" else state
 
 
 # --- generators that belong to the process --------------------------------------------------------------------
