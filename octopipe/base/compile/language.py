@@ -303,7 +303,7 @@ class Body(Expressions):
             raise TypeError("range takes one to three arguments")
         given = [self.of(a) for a in node.iter.args]
         if any(value.type != INT for value in given):
-            raise TypeError("the arguments of range must be signed integers")
+            raise TypeError("the arguments of range must be integers with a sign")
         step = given[2].const if len(given) > 2 else 1
         if not isinstance(step, int) or isinstance(step, bool) or step == 0:
             raise TypeError("the step of a range must be a constant other than 0")
