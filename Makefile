@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Pinned for reproducible installs; any torch from 2.9 on works.
+# Pinned for reproducible installs; `octopipe doctor` says which versions were tried.
 TORCH := torch==2.13.0
 # Hundreds of processes import the package in a test run: compiled modules must be kept, also where an image forbids it.
 export PYTHONDONTWRITEBYTECODE =

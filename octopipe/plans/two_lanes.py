@@ -88,13 +88,22 @@ def side_by_side(compute, exchange, slows_compute, slows_exchange):  # type: ign
 @njit
 def pair_table(lane_a, a, lane_b, b, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
     """Shortest time, exposed exchange and last step at every point of the grid of segment boundaries."""
-    n, m = a.size, b.size
-    took = np.zeros((n + 1, m + 1))
-    bare = np.zeros((n + 1, m + 1))
-    step = np.zeros((n + 1, m + 1), np.int32)
+    took = np.zeros((a.size + 1, b.size + 1))
+    bare = np.zeros((a.size + 1, b.size + 1))
+    step = np.zeros((a.size + 1, b.size + 1), np.int32)
+    fill_pair_table(lane_a, a, a.size, lane_b, b, b.size, slows_compute, slows_exchange, took, bare, step)
+    return took, bare, step
+
+
+@njit
+def fill_pair_table(  # type: ignore[no-untyped-def]
+    lane_a, a, n, lane_b, b, m, slows_compute, slows_exchange, took, bare, step
+):
+    """Fill the three tables of `pair_table` for the first `n` and `m` segments; the tables may be larger."""
     for i in range(n + 1):
         for j in range(m + 1):
             if i == 0 and j == 0:
+                took[0, 0] = bare[0, 0] = 0.0
                 continue
             best = np.inf
             left = 0.0
@@ -119,7 +128,6 @@ def pair_table(lane_a, a, lane_b, b, slows_compute, slows_exchange):  # type: ig
             took[i, j] = best
             bare[i, j] = left
             step[i, j] = kind
-    return took, bare, step
 
 
 def interleave(first: Sequence, second: Sequence, slows_compute: float = 0.0, slows_exchange: float = 0.0) -> Walk:

@@ -21,11 +21,9 @@ from octopipe.runtime.slots import (
     RankProgram,
     Slot,
     Step,
-    layers_done,
+    finished,
     op_steps,
-    proven_releases,
     queue_of,
-    set_moves,
 )
 from octopipe.simulation.lowering import Program
 
@@ -87,24 +85,9 @@ def graph_program(program: Program, rank: int) -> RankProgram:
         elif not sending:
             port.gradient_slot = slot
         steps.append(Step(SEND if sending else RECEIVE, port, slot, op))
-    computes = [s for s in steps if s.code < SEND]
-    done = layers_done(plan, rank)
-    released = proven_releases(program, rank, [s for s in transfers.values() if s.sending])
-    for k, step in enumerate(computes):
-        step.number = k
-        step.layers_done = done.get(k, ())
-        step.release = tuple(released.get(k, ()))
-    set_moves(program, rank, computes)
-    return RankProgram(
-        program=program,
-        rank=rank,
-        steps=tuple(steps),
-        cells=(*cells.values(), *ports.values()),
-        slots=tuple(transfers.values()),
-        needs_batch=any(c.takes_batch for c in cells.values()),
-        needs_target=any(c.computes_loss or c.is_shard for c in cells.values()),
-        last_releases=tuple(released.get(-1, ())),
-    )
+    all_cells: list[Cell] = [*cells.values(), *ports.values()]
+    needs_target = any(c.computes_loss or c.is_shard for c in cells.values())
+    return finished(program, rank, steps, all_cells, list(transfers.values()), needs_target=needs_target)
 
 
 def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:

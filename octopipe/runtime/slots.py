@@ -15,7 +15,7 @@ freed at the end of the training step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,28 +186,42 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         if not sending and not slot.forward:
             slot.cell.gradient_slot = slot
         steps.append(Step(SEND if sending else RECEIVE, slot.cell, slot, op))
-    computes = [s for s in steps if s.code < SEND]
     base = int(t.offsets[rank])
-    done = layers_done(plan, rank)
-    for k, step in enumerate(computes):
-        step.number = k
-        step.layers_done = done.get(k, ())
+    for k, step in enumerate(s for s in steps if s.code < SEND):
         carried = [int(n) for n in program.transfer_of[base + k] if n >= 0]
         if carried:
             step.slot = transfers[carried[0], False]
-    sends = [s for s in transfers.values() if s.sending]
-    released = proven_releases(program, rank, sends)
+    needs_target = any(c.computes_loss for c in cells.values())
+    return finished(program, rank, steps, list(cells.values()), list(transfers.values()), needs_target=needs_target)
+
+
+def finished(
+    program: Program,
+    rank: int,
+    steps: Sequence[Step],
+    cells: Sequence[Cell],
+    slots: Sequence[Slot],
+    *,
+    needs_target: bool,
+) -> RankProgram:
+    """The program of a rank whose steps are complete: its ops are numbered, and with each stands what ends with it,
+    what may be released before it and what moves to or from host memory."""
+    computes = [s for s in steps if s.code < SEND]
+    done = layers_done(program.plan, rank)
+    released = proven_releases(program, rank, [s for s in slots if s.sending])
     for k, step in enumerate(computes):
+        step.number = k
+        step.layers_done = done.get(k, ())
         step.release = tuple(released.get(k, ()))
     set_moves(program, rank, computes)
     return RankProgram(
         program=program,
         rank=rank,
         steps=tuple(steps),
-        cells=tuple(cells.values()),
-        slots=tuple(transfers.values()),
-        needs_batch=any(c.takes_batch for c in cells.values()),
-        needs_target=any(c.computes_loss for c in cells.values()),
+        cells=tuple(cells),
+        slots=tuple(slots),
+        needs_batch=any(c.takes_batch for c in cells),
+        needs_target=needs_target,
         last_releases=tuple(released.get(-1, ())),
     )
 

@@ -16,6 +16,7 @@ from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeEr
 from octopipe.costs.cluster.hardware import GIB, Link, Network
 from octopipe.costs.table import CostTable
 from octopipe.search.exact import solve
+from octopipe.search.exact.solver import _serial_ms
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
@@ -48,6 +49,18 @@ def test_the_optimum_is_that_of_brute_force(
     assert solved.optimal
     assert solved.found.timeline.step_ms == pytest.approx(least_ms(costs, 2, micro_batches), rel=1e-4)
     assert solved.lower_bound_ms <= solved.found.timeline.step_ms
+
+
+def test_the_horizon_has_room_for_transfers_of_the_largest_micro_batch() -> None:
+    """Almost all of this step is the transfers of a micro-batch of 50 times the size: where memory asks for two ranks,
+    the problem had no time for them, and nothing seemed to fit."""
+    link = Link(ms_per_byte=1.0)
+    costs = instance(0, 2).replace(
+        forward_ms=np.full(2, 1e-3), input_ms=np.full(2, 1e-3), weight_ms=np.zeros(2), gradient_bytes=np.zeros(2),
+        boundary_bytes=np.ones(2), micro_batch_factor=np.array([1.0, 50.0]), network=Network(intra=link, inter=link),
+    )  # fmt: skip
+    took = simulate(build_plan("1f1b", costs, 2, 2), costs).step_ms
+    assert 100.0 < took <= _serial_ms(costs, 2, 2, again=False)
 
 
 LONG_WAITS = pytest.mark.xfail(

@@ -11,7 +11,8 @@ Knows: which kernels are compiled for which argument types. Does not know: any k
 
 A kernel and all functions that it calls are translated to one LLVM IR module (language.py states the supported subset
 of Python), optimised together and cached between runs (machine.py). `kernel.python` is the original function: run by
-Python it gives the same numbers, slowly. A call releases the GIL, so threads can run kernels in parallel.
+Python it gives the same numbers, slowly. A call releases the GIL, so threads can run kernels in parallel. Global names
+are constants: a kernel keeps the values that they had when it was compiled, which is on its first call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from octopipe.base.compile.constants import constant_now
 from octopipe.base.compile.machine import LOCK, free, known, load, load_kept
 from octopipe.base.compile.store import keep, kept
 from octopipe.base.compile.text import bounds_checked
@@ -34,6 +36,7 @@ from octopipe.base.compile.types import (
     BOOL,
     FLOAT,
     ITEMS,
+    UINT,
     Arguments,
     Array,
     Tuple,
@@ -48,6 +51,7 @@ __all__ = ["Kernel", "njit", "usable_cores"]
 ERRORS = {e.__name__: e for e in (ZeroDivisionError, IndexError, ValueError, MemoryError)}
 """The exceptions that a kernel may raise, by name."""
 _NUMBER = struct.Struct("=q")
+_ALL_BITS = (1 << 64) - 1
 
 
 class Kernel:
@@ -88,10 +92,13 @@ class _Made:
         if not self._from_note(note):
             from octopipe.base.compile.module import translated
 
-            text, self.returned, self.sites = translated(python, types, checked)
-            self.entry, self.engine, file = load(text, python.__name__)
-            if note:
-                keep(note, json.dumps([file, as_plain(self.returned), self.sites]).encode())
+            made = translated(python, types, checked)
+            self.returned, self.sites, self.written = made.returned, made.sites, made.written
+            self.entry, self.engine, file = load(made.text, python.__name__)
+            if note and made.constants is not None:
+                keep(
+                    note, json.dumps([file, as_plain(self.returned), self.sites, self.written, made.constants]).encode()
+                )
         self.pack, self.unpack = (
             struct.Struct("=" + "".join("d" if w == "double" else "Q" if w == "ptr" else "q" for w in some))
             for some in (["i64", *(w for t in types for w in words(t))], words(self.returned))
@@ -102,15 +109,15 @@ class _Made:
         """Load the code that an earlier run compiled, without translating again; return False if there is none.
 
         The cache stores machine code under a digest of its LLVM text; a note maps this kernel and its types to that
-        file.
+        file. The code contains the values that global constants had, so they are compared with those of today.
         """
         found = kept(note) if note else None
         if found is None:
             return False
         try:
-            file, returned, self.sites = json.loads(found)
-            self.returned = from_plain(returned)
-            loaded = load_kept(str(file))
+            file, returned, self.sites, written, constants = json.loads(found)
+            self.returned, self.written = from_plain(returned), [(int(n), str(place)) for n, place in written]
+            loaded = load_kept(str(file)) if all(constant_now(*where) == value for *where, value in constants) else None
         except (ValueError, TypeError, RecursionError):  # the note was written by another version, or is corrupt
             return False
         if loaded is not None:
@@ -118,13 +125,18 @@ class _Made:
         return loaded is not None
 
     def call(self, arguments: Arguments) -> Any:
+        arrays, copies = arguments.arrays, arguments.copies
+        for number, place in self.written:
+            if (copies or not arrays[number].flags.writeable) and (why := arguments.refusal(number)):
+                raise ValueError(f"{place}: {why}")
         block = self.block()
         try:
             self.pack.pack_into(block, 0, 0, *arguments.words)
         except struct.error:
             raise OverflowError("a kernel takes 64-bit integers") from None
         self.entry(ctypes.addressof(block))
-        arguments.write_back()
+        if copies:
+            arguments.write_back(number for number, _ in self.written)
         failed = _NUMBER.unpack_from(block)[0]
         if failed:
             kind, file, line, words = self.sites[failed - 1]
@@ -145,6 +157,8 @@ def _python(type_: Type, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return tuple(out), given
     if isinstance(type_, Array):
         return _array(type_, given[0], given[1 : 1 + type_.ndim]), given[1 + type_.ndim :]
+    if type_ == UINT:
+        return int(given[0]) & _ALL_BITS, given[1:]
     value = float(given[0]) if type_ == FLOAT else bool(given[0]) if type_ == BOOL else int(given[0])
     return value, given[1:]
 

@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import ast
 import builtins
+import operator
 from typing import Any
 
 import numpy as np
 
 from octopipe.base.compile import functions
+from octopipe.base.compile.constants import constant_text
 from octopipe.base.compile.text import Text, Value, number
-from octopipe.base.compile.types import BOOL, FLOAT, INT, LLVM, UINT, Array, Known, Tuple, words
+from octopipe.base.compile.types import BOOL, FLOAT, INT, LLVM, UINT, Array, Known, Tuple, arrays_in, words
 
 INTS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor"}
 BITS = (ast.BitAnd, ast.BitOr, ast.BitXor)
 FLOATS = {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"}
+FOLDED: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+}  # fmt: skip
+"""Operators on two constants: Python computes them, since their result may be an index or have more than 64 bits."""
 ORDERS = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge"}
 
 
@@ -60,13 +67,20 @@ class Expressions(Text):
             return self.variable(node.id)
         for place in (self.outer, self.python.__globals__, vars(builtins)):
             if node.id in place:
-                return python_value(place[node.id])
+                return self.constant(node, place[node.id])
         raise TypeError(f"{node.id} is not defined here")
+
+    def constant(self, node: ast.Name | ast.Attribute, thing: Any) -> Value:
+        """Return a value from outside the kernel, and note it as a part of the kernel's code."""
+        told = constant_text(thing)
+        if told is not None:
+            self.module.constants[self.python.__module__, ast.unparse(node)] = told
+        return python_value(thing)
 
     def of_Attribute(self, node: ast.Attribute) -> Value:
         base = self.of(node.value)
         if isinstance(base.type, Known):
-            return python_value(getattr(base.type.thing, node.attr))
+            return self.constant(node, getattr(base.type.thing, node.attr))
         if isinstance(base.type, Tuple) and node.attr in base.type.names:
             return self.parts(base)[base.type.names.index(node.attr)]
         if isinstance(base.type, Array) and node.attr == "size":
@@ -80,8 +94,9 @@ class Expressions(Text):
 
     # -- elements --------------------------------------------------------------------------------------
 
-    def of_Subscript(self, node: ast.Subscript) -> Value:
-        base = self.of(node.value)
+    def of_Subscript(self, node: ast.Subscript, base: Value | None = None) -> Value:
+        """`base`: the value of `node.value`, if it has been translated already."""
+        base = self.of(node.value) if base is None else base
         if isinstance(base.type, Tuple | Known):
             return self.of_parts(base, node.slice)
         if isinstance(node.slice, ast.Slice):
@@ -89,7 +104,7 @@ class Expressions(Text):
         array, indices = self.element(node, base)
         address = self.address(array, indices)
         if len(indices) < array.type.ndim:
-            left = Array(array.type.item, array.type.ndim - len(indices))
+            left = Array(array.type.item, array.type.ndim - len(indices), array.type.origins)
             return Value(left, [address, *array.regs[1 + len(indices) :]])
         return self.load(array.type.item, address)
 
@@ -181,6 +196,8 @@ class Expressions(Text):
             return Value(BOOL, [self.reg(f"{INTS[op]} i1 {a.regs[0]}, {b.regs[0]}")])
         if op is ast.Pow:
             return self.power(a, b)
+        if op in FOLDED and a.type == b.type == INT and a.const is not None and b.const is not None:
+            return number(FOLDED[op](a.const, b.const))
         type_, x, y = self.alike(a, b, FLOAT if op is ast.Div else INT)
         if type_ == FLOAT:
             if op not in FLOATS:
@@ -189,6 +206,8 @@ class Expressions(Text):
         if op in INTS:
             return Value(type_, [self.reg(f"{INTS[op]} i64 {x}, {y}")])
         if op in (ast.LShift, ast.RShift):
+            if type_ == INT and a.const is not None and b.const is not None and 0 <= b.const < 64:
+                return number(a.const << b.const if op is ast.LShift else a.const >> b.const)
             return self.shift(op, type_, x, y, b.const)
         if op not in (ast.FloorDiv, ast.Mod):
             self.unknown(op())
@@ -347,16 +366,22 @@ class Expressions(Text):
 
     def call(self, python: Any, given: list[Value]) -> Value:
         """Call another kernel."""
-        name, type_, may_fail = self.module.function(python, tuple(v.type for v in given))
+        made = self.module.function(python, [v.type for v in given])
+        type_ = made.returned
         if type_ is None:
             raise TypeError(f"{python.__name__} calls itself, and kernels cannot be recursive")
+        arrays = list(arrays_in(v.type for v in given))
+        for written in made.stores:
+            self.note_store(Value(arrays[written], []))
         if "ptr" in words(type_):
             raise TypeError(f"{python.__name__} returns an array, which only Python code can receive")
         struct = "{ " + ", ".join(words(type_)) + " }"
         passed = ["ptr %err", *(f"{w} {r}" for v in given for w, r in zip(words(v.type), v.regs, strict=True))]
-        result = self.reg(f"call {struct} @{name}({', '.join(passed)})")
-        if may_fail:
+        result = self.reg(f"call {struct} @{made.name}({', '.join(passed)})")
+        if made.may_fail:
             self.fail_with_callee()
+        if type_ == Tuple(()):
+            return Value(Known(None), [])
         return Value(type_, [self.reg(f"extractvalue {struct} {result}, {i}") for i in range(len(words(type_)))])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.compile.text import Text, Value
-from octopipe.base.compile.types import BOOL, FLOAT, INT, ITEMS, LLVM, UINT, Array, Known, Tuple
+from octopipe.base.compile.types import BOOL, FLOAT, INT, ITEMS, LLVM, UINT, Array, Known, Tuple, joined
 
 
 def read_as(array: Value) -> str:
@@ -112,7 +112,7 @@ def _max(text: Text, array: Value) -> Value:
     text.branch(text.reg(f"icmp slt i64 {i}, {size}"), body, end)
     one = text.load(item, text.reg(f"getelementptr inbounds {stored}, ptr {array.regs[0]}, i64 {i}"))
     now = Value(type_, [text.reg(f"load {LLVM[type_]}, ptr {best}")])
-    larger = _extreme(False)(text, now, one).regs[0]
+    larger = text.convert(_extreme(False)(text, now, one), type_).regs[0]
     if type_ == FLOAT:  # as numpy does: if there is a NaN, it is the result
         larger = text.pick(text.reg(f"fcmp uno double {one.regs[0]}, 0.0"), FLOAT, one.regs[0], larger).regs[0]
     text.line(f"store {LLVM[type_]} {larger}, ptr {best}")
@@ -127,7 +127,7 @@ def _search(text: Any, array: Value, value: Value, side: Value | None = None) ->
         raise TypeError("np.searchsorted needs an array of one dimension")
     if side is not None and side.type not in (Known("left"), Known("right")):
         raise TypeError('the side is "left" or "right"')
-    if not isinstance(value.type, str) or (value.type == FLOAT and read_as(array) != FLOAT):
+    if not isinstance(value.type, str) or joined(value.type, read_as(array)) != read_as(array):
         raise TypeError(f"{value.type} is looked for in an array of {array.type.item}; convert it")
     right = side is not None and side.type == Known("right")
     found: Value = text.call(_after if right else _from, [array, text.convert(value, read_as(array))])
@@ -135,11 +135,11 @@ def _search(text: Any, array: Value, value: Value, side: Value | None = None) ->
 
 
 def _from(values, value):  # type: ignore[no-untyped-def]
-    """Return the first index of the sorted `values` whose element is not less than `value`."""
+    """Return the first index of the sorted `values` whose element is not less than `value`; NaN is the largest."""
     low, high = 0, values.size
     while low < high:
         middle = (low + high) >> 1
-        if values[middle] < value:
+        if values[middle] < value or (value != value and values[middle] == values[middle]):
             low = middle + 1
         else:
             high = middle
@@ -147,11 +147,11 @@ def _from(values, value):  # type: ignore[no-untyped-def]
 
 
 def _after(values, value):  # type: ignore[no-untyped-def]
-    """Return the first index of the sorted `values` whose element is greater than `value`."""
+    """Return the first index of the sorted `values` whose element is greater than `value`; NaN is the largest."""
     low, high = 0, values.size
     while low < high:
         middle = (low + high) >> 1
-        if value < values[middle]:
+        if value < values[middle] or (values[middle] != values[middle] and value == value):
             high = middle
         else:
             low = middle + 1

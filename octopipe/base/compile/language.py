@@ -5,23 +5,25 @@ expressions (`expressions.py`), machine code, or what numpy's functions do (`fun
 
 The subset: no objects except arrays and (named) tuples, no exceptions, no negative indices except constant ones. A
 kernel may create arrays and named tuples; it returns numbers, arrays and plain tuples of them. Numbers are computed
-with 64 bits, whatever the element type of an array, and behave as in numpy: integer sums wrap around, and a float
-divided by zero is infinite. A variable has one type, which can represent everything that is assigned to it. An array
-created in a kernel lives until the kernel returns. Everything else that Python has is rejected with its file and line
-when the kernel is first called.
+with 64 bits, whatever the element type of an array, and behave as in numpy: integer sums wrap around, a float divided
+by zero is infinite, and an integer beyond 2**53 is rounded where it meets a float. A variable has one type for all that
+is assigned to it: an integer is a float as well if the variable holds a float anywhere. An array created in a kernel
+lives until the kernel returns. Everything else that Python has is rejected with its file and line when the kernel is
+first called; so are arguments whose memory cannot be written as Python would write it.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 from functools import cache
 from typing import Any
 
 from octopipe.base.compile import functions
 from octopipe.base.compile.expressions import Expressions
-from octopipe.base.compile.text import Value, number
-from octopipe.base.compile.types import INT, ITEMS, UINT, Array, Known, Tuple, Type, words
+from octopipe.base.compile.text import Value
+from octopipe.base.compile.types import INT, ITEMS, Array, Known, Tuple, Type, words
 
 RETURNED = "$returned"
 
@@ -60,10 +62,11 @@ class Body(Expressions):
         code = python.__code__
         super().__init__(types, module, code.co_filename)
         self.python = python
-        self.tree = _parsed(code.co_filename)[python.__name__, code.co_firstlineno]
+        self.tree = self.source(code)
         cells = python.__closure__ or ()
+        module.closed = module.closed or bool(cells)
         self.outer = {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True)}
-        self.locals = frozenset(code.co_varnames)
+        self.locals = frozenset(code.co_varnames + code.co_cellvars)
         self.defined = set()
         self.loops: list[_Loop] = []
         self.returns: set[bool] = set()
@@ -102,6 +105,13 @@ class Body(Expressions):
         self.text = "\n".join([head, "entry:", *self.entry, *self.lines, "}"])
         return self.changed
 
+    def source(self, code: Any) -> ast.FunctionDef:
+        found = _parsed(code.co_filename).get((code.co_name, code.co_firstlineno))
+        if found is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            why = "only a function that a file defines with `def`, and that yields nothing, can be compiled"
+            raise TypeError(f"{code.co_filename}:{code.co_firstlineno}: a kernel cannot do this: {why}")
+        return found
+
     def parameters(self, name: str, count: int) -> list[str]:
         told = self.tree.args
         if told.posonlyargs or told.kwonlyargs or told.vararg or told.kwarg or told.defaults:
@@ -121,7 +131,7 @@ class Body(Expressions):
                 regs += self.owned(part)
             elif isinstance(part.type, Array):
                 nbytes = self.reg(f"mul i64 {self.size(part)}, {ITEMS[part.type.item][2]}")
-                new = self.reg(f"call ptr @malloc(i64 {self.reg(f'add i64 {nbytes}, 1')})")
+                new = self.allocated(nbytes)
                 self.line(f"call void @llvm.memmove.p0.p0.i64(ptr {new}, ptr {part.regs[0]}, i64 {nbytes}, i1 false)")
                 regs += [new, *part.regs[1:]]
             else:
@@ -137,7 +147,15 @@ class Body(Expressions):
             self.at_line = node.lineno
             try:
                 getattr(self, f"do_{type(node).__name__}", self.unknown)(node)
-            except (TypeError, AttributeError, KeyError, IndexError, ValueError, RecursionError) as error:
+            except (
+                TypeError,
+                AttributeError,
+                KeyError,
+                IndexError,
+                ValueError,
+                OverflowError,
+                RecursionError,
+            ) as error:
                 text = str(error)
                 where = f"{self.file}:{node.lineno}: a kernel cannot do this: "
                 raise TypeError(text if ".py:" in text else where + text) from error
@@ -160,16 +178,24 @@ class Body(Expressions):
         self.defined = None
 
     def do_Return(self, node: ast.Return) -> None:
-        self.returns.add(node.value is not None)
-        if node.value is not None:
-            value = self.of(node.value)
-            if isinstance(value.type, Known):
-                value = self.tuple_of(self.parts(value))
-            if isinstance(value.type, Tuple) and value.type.names:
-                raise TypeError("a kernel cannot return a named tuple; return its elements")
-            self.assign(RETURNED, value)
+        value = None if node.value is None else self.of(node.value)
+        nothing = value is None or value.type == Known(None)
+        self.returns.add(not nothing)
+        if value is not None and not nothing:
+            self.assign(RETURNED, self.returnable(value))
         self.leave("br label %exit")
         self.defined = None
+
+    def returnable(self, value: Value) -> Value:
+        """Return this value as numbers, arrays and plain tuples of them; raise TypeError for anything else."""
+        if not isinstance(value.type, Known | Tuple):
+            return value
+        if isinstance(value.type, Tuple) and value.type.names:
+            raise TypeError("a kernel cannot return a named tuple; return its elements")
+        parts = self.parts(value) if isinstance(getattr(value.type, "thing", ()), tuple) else []
+        if not parts:
+            raise TypeError("only numbers, arrays and tuples of them can be returned, and no empty tuple")
+        return self.tuple_of([self.returnable(part) for part in parts])
 
     def do_Assign(self, node: ast.Assign) -> None:
         value = self.of(node.value)
@@ -185,6 +211,7 @@ class Body(Expressions):
             array, indices = self.element(node.target)
             if len(indices) < array.type.ndim:
                 raise TypeError("a whole row cannot be assigned; assign its elements")
+            self.note_store(array)
             address = self.address(array, indices)
             now = self.load(array.type.item, address)
             self.store(array.type.item, address, self.binary(type(node.op), now, self.of(node.value)))
@@ -203,8 +230,9 @@ class Body(Expressions):
             array = self.of(target.value)
             if not isinstance(array.type, Array):
                 raise TypeError(f"{array.type} has no elements to be set")
+            self.note_store(array)
             if isinstance(target.slice, ast.Slice) or len(getattr(target.slice, "elts", "1")) < array.type.ndim:
-                self.put_part(self.of(target), value)
+                self.put_part(self.of_Subscript(target, array), value)
                 return
             array, indices = self.element(target, array)
             self.store(array.type.item, self.address(array, indices), value)
@@ -214,7 +242,7 @@ class Body(Expressions):
     def put_part(self, part: Value, value: Value) -> None:
         """Assign to a slice or a row: a number fills all its elements, an array must have the same type and shape."""
         if isinstance(value.type, Array):
-            if value.type != part.type:
+            if (value.type.item, value.type.ndim) != (part.type.item, part.type.ndim):
                 raise TypeError(f"{value.type} into {part.type}")
             for have, want in zip(value.regs[1:], part.regs[1:], strict=True):
                 if have != want:
@@ -242,7 +270,10 @@ class Body(Expressions):
             raise TypeError("a loop cannot have an else branch")
         test, body, end = self.label(), self.label(), self.label()
         self.begin(test)
-        self.branch(self.truth(node.test), body, end)
+        self.loops.append(_Loop(test, end))  # the condition is evaluated many times, too
+        condition = self.truth(node.test)
+        self.loops.pop()
+        self.branch(condition, body, end)
         before = self.defined
         loop = self.inside(node.body, test, end)
         for_ever = isinstance(node.test, ast.Constant) and bool(node.test.value)
@@ -271,26 +302,28 @@ class Body(Expressions):
         if node.iter.keywords or not 1 <= len(node.iter.args) <= 3:
             raise TypeError("range takes one to three arguments")
         given = [self.of(a) for a in node.iter.args]
-        if any(value.type not in (INT, UINT) for value in given):
-            raise TypeError("the arguments of range must be integers")
+        if any(value.type != INT for value in given):
+            raise TypeError("the arguments of range must be integers with a sign")
         step = given[2].const if len(given) > 2 else 1
         if not isinstance(step, int) or isinstance(step, bool) or step == 0:
             raise TypeError("the step of a range must be a constant other than 0")
-        type_, first, stop = self.alike(given[0] if len(given) > 1 else number(0), given[min(1, len(given) - 1)], INT)
+        first, stop = given[0].regs[0] if len(given) > 1 else "0", given[min(1, len(given) - 1)].regs[0]
         at, end = self.room("i64"), self.label()
         self.line(f"store i64 {first}, ptr {at}")
         test, body, following = self.label(), self.label(), self.label()
         self.begin(test)
         now = self.reg(f"load i64, ptr {at}")
-        sign = "u" if type_ == UINT else "s"
-        self.branch(self.reg(f"icmp {sign}{'lt' if step > 0 else 'gt'} i64 {now}, {stop}"), body, end)
+        self.branch(self.reg(f"icmp {'slt' if step > 0 else 'sgt'} i64 {now}, {stop}"), body, end)
         before = self.defined
         assert before is not None
         self.defined = set(before)
-        self.put(node.target, Value(type_, [now]))
+        self.put(node.target, Value(INT, [now]))
         self.inside(node.body, following, end)
         self.defined = before  # the body may run zero times
         self.begin(following)
+        if abs(step) > 1:  # the number after the last one may have more than 64 bits
+            left = self.reg(f"sub i64 {stop}, {now}" if step > 0 else f"sub i64 {now}, {stop}")
+            self.branch(self.reg(f"icmp ugt i64 {left}, {abs(step)}"), self.label(), end)
         self.line(f"store i64 {self.reg(f'add nsw i64 {now}, {step}')}, ptr {at}")
         self.line(f"br label %{test}")
         self.lines.append(f"{end}:")

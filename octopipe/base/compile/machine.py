@@ -30,6 +30,7 @@ declare ptr @calloc(i64, i64)
 declare void @free(ptr)
 declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
 declare double @pow(double, double)
+declare { i64, i1 } @llvm.smul.with.overflow.i64(i64, i64)
 declare i64 @llvm.fptosi.sat.i64.f64(double)
 declare i64 @llvm.fptoui.sat.i64.f64(double)
 """ + "".join(

@@ -5,14 +5,29 @@ Knows: which functions were translated for which types, and how Python calls the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from octopipe.base.compile.language import RETURNED, Body
 from octopipe.base.compile.text import number
-from octopipe.base.compile.types import ITEMS, Type, words
+from octopipe.base.compile.types import ITEMS, Type, numbered, words
 
 WIDE = {"i1": "i64"}
 """The types that are widened when they are passed in a block of words."""
+
+
+@dataclass(slots=True)
+class Function:
+    """A translated function. While it is being translated, `returned` is None."""
+
+    name: str
+    """Its name in the module's text."""
+    returned: Type = None
+    may_fail: bool = False
+    stores: dict[int, str] = field(default_factory=dict)
+    """Where it, or a function that it calls, writes into an array among its arguments, by the array's number."""
 
 
 class Module:
@@ -21,47 +36,68 @@ class Module:
     def __init__(self, checked: bool = False) -> None:
         """`checked`: whether to emit a bounds check for every index."""
         self.checked = checked
-        self.written: dict[Any, tuple[str, Type, bool]] = {}
+        self.functions: dict[Any, Function] = {}
         self.texts: list[str] = []
-        self.tables: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self.tables: dict[str, tuple[str, str]] = {}
         self.sites: dict[tuple[str, str, int, str], int] = {}
         """The possible errors (kind, file, line, message), and the numbers by which the kernel reports them."""
+        self.constants: dict[tuple[str, str], str] = {}
+        """The values of global constants that the code contains, by module and name."""
+        self.closed = False
+        """Whether the code contains values of a function around a kernel, which no name leads to."""
 
     def site(self, *what: Any) -> int:
         """Return the number by which a kernel reports this error; 0 means no error."""
         return self.sites.setdefault(what, len(self.sites) + 1)
 
-    def function(self, python: Any, types: tuple[Type, ...]) -> tuple[str, Type, bool]:
-        """Translate a function for these argument types, if it has not been yet; return its LLVM name, its return type
-        and whether it may fail."""
-        key = python, types
-        if key not in self.written:
-            name = f"{python.__name__}.{len(self.written)}"
-            self.written[key] = name, None, False
+    def function(self, python: Any, types: Iterable[Type]) -> Function:
+        """Translate a function for these argument types, if it has not been yet."""
+        at = count()
+        taken = tuple(numbered(type_, lambda: frozenset([next(at)])) for type_ in types)
+        key = python, taken
+        if key not in self.functions:
+            readable = "".join(c if c.isascii() and c.isidentifier() else "_" for c in python.__name__)
+            made = self.functions[key] = Function(f"{readable}.{len(self.functions)}")
             known: dict[str, Type] = {}
-            while (body := Body(self, python, known)).write(name, types):
+            while (body := Body(self, python, known)).write(made.name, taken):
                 pass
-            self.written[key] = name, known[RETURNED], body.may_fail
+            made.returned, made.may_fail = numbered(known[RETURNED], frozenset), body.may_fail
+            made.stores = body.stores
             self.texts.append(body.text)
-        return self.written[key]
+        return self.functions[key]
 
     def table(self, values: tuple[Any, ...]) -> tuple[str, str]:
         """Store a table of constants that is indexed by a variable; return its item type and its LLVM name."""
-        key = tuple((type(v), v) for v in values)
-        if key not in self.tables:
-            item = "float64" if isinstance(values[0], float) else "int64"
-            name, word = f"@table.{len(self.tables)}", ITEMS[item][0]
-            items = ", ".join(f"{word} {number(v).regs[0]}" for v in values)
+        item = "float64" if isinstance(values[0], float) else "int64"
+        word = ITEMS[item][0]
+        items = ", ".join(f"{word} {number(v).regs[0]}" for v in values)
+        if items not in self.tables:
+            name = f"@table.{len(self.tables)}"
             self.texts.append(f"{name} = internal constant [{len(values)} x {word}] [{items}]")
-            self.tables[key] = item, name
-        return self.tables[key]
+            self.tables[items] = item, name
+        return self.tables[items]
 
 
-def translated(python: Any, types: tuple[Type, ...], checked: bool) -> tuple[str, Type, list[list[Any]]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """A kernel as LLVM's text, and what its caller must know."""
+
+    text: str
+    returned: Type
+    sites: list[list[Any]]
+    """The possible errors by number, from 1: kind, file, line, message."""
+    written: list[tuple[int, str]]
+    """The numbers of the arrays among the arguments that may be written, each with the place of a store."""
+    constants: list[list[str]] | None
+    """The global constants that the text contains (module, name, value); None if it contains others as well."""
+
+
+def translated(python: Any, types: tuple[Type, ...], checked: bool) -> Translated:
     """Translate a function and all that it calls to LLVM IR, with an `entry` function that takes one block of words (an
-    error number, the arguments, the results). Returns the text, the return type, and the possible errors by number."""
+    error number, the arguments, the results)."""
     module = Module(checked)
-    name, returned, _ = module.function(python, types)
+    made = module.function(python, types)
+    name, returned = made.name, made.returned
     passed, results = [w for t in types for w in words(t)], words(returned)
     lines, given = ["  store i64 0, ptr %block"], ["ptr %block"]
     for k, word in enumerate(passed):
@@ -79,4 +115,10 @@ def translated(python: Any, types: tuple[Type, ...], checked: bool) -> tuple[str
         lines.append(f"  %q{i} = getelementptr i64, ptr %block, i64 {1 + len(passed) + i}")
         lines.append(f"  store {WIDE.get(word, word)} %{'z' if word == 'i1' else 'r'}{i}, ptr %q{i}")
     entry = ["define void @entry(ptr %block) {", *lines, "  ret void", "}"]
-    return "\n".join([*module.texts, *entry]), returned, [list(what) for what in module.sites]
+    return Translated(
+        text="\n".join([*module.texts, *entry]),
+        returned=returned,
+        sites=[list(what) for what in module.sites],
+        written=sorted(made.stores.items()),
+        constants=None if module.closed else [[*where, value] for where, value in module.constants.items()],
+    )

@@ -12,6 +12,8 @@ import os
 import struct
 from typing import Any
 
+import numpy as np
+
 from octopipe.base.compile.types import (
     BOOL,
     FLOAT,
@@ -50,7 +52,7 @@ def number(value: Any) -> Value:
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 63:
             raise TypeError(f"{value} has more than 64 bits")
-        return Value(INT, [str(value)], value)
+        return Value(INT, [str(int(value))], int(value))
     return Value(FLOAT, [f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016x}"], value)
 
 
@@ -65,6 +67,8 @@ class Text:
         self.checked: bool = module.checked
         self.may_fail = False
         self.changed = False
+        self.stores: dict[int, str] = {}
+        """Where arrays among the arguments are written, by their number."""
         self.slots: dict[str, list[str]] = {}
         self.entry: list[str] = []
         self.lines: list[str] = []
@@ -140,8 +144,11 @@ class Text:
     def assign(self, name: str, value: Value) -> None:
         known = self.types.get(name)
         wanted = value.type if known is None else joined(known, value.type)
+        if known == UINT and value.type == INT and value.const is not None:
+            wanted = UINT
         if wanted is None:
-            raise TypeError(f"{name} is {known} and {value.type}")
+            what = {"$returned": "what is returned"}.get(name, "`if ... else`" if name[0] == "$" else name)
+            raise TypeError(f"{what} is {known} and {value.type}; one type holds all values of a variable")
         if wanted != known:
             self.changed = self.changed or known is not None
             self.types[name] = wanted
@@ -170,11 +177,15 @@ class Text:
                 regs += self.convert(Value(part, value.regs[at : at + n]), wanted).regs
                 at += n
             return Value(to, regs)
+        if isinstance(to, Array) and joined(of, to) == to:
+            return Value(to, value.regs)
         if not isinstance(of, str) or not isinstance(to, str):
             raise TypeError(f"{of} cannot become {to}")
         reg = value.regs[0]
         if value.const is not None and to == FLOAT:
             return number(float(value.const))
+        if value.const is not None and to in (INT, UINT):
+            return self.whole(value, to)
         if to == BOOL:
             test = f"fcmp une double {reg}, 0.0" if of == FLOAT else f"icmp ne i64 {reg}, 0"
             return Value(BOOL, [self.reg(test)])
@@ -189,7 +200,17 @@ class Text:
             return Value(to, [self.reg(f"call i64 @llvm.{how}.sat.i64.f64(double {reg})")])
         if of == BOOL:
             return Value(to, [self.reg(f"zext i1 {reg} to i64")])
-        return Value(to, [reg], value.const)
+        if self.checked and of == UINT:
+            too_large = self.reg(f"icmp slt i64 {reg}, 0")
+            self.fail_if(too_large, ValueError, "a number that no number with a sign can hold")
+        return Value(to, [reg])
+
+    def whole(self, value: Value, to: str) -> Value:
+        """Convert a constant to a whole number; raise TypeError or ValueError if none of 64 bits has its value."""
+        found = number(int(value.const))
+        if to == UINT and found.const < 0:
+            raise TypeError(f"{value.const} in the place of a number without a sign")
+        return Value(to, found.regs, found.const)
 
     def alike(self, a: Value, b: Value, least: str = BOOL) -> tuple[str, str, str]:
         """Convert two numbers to their common type, at least `least`; return that type and both registers."""
@@ -252,34 +273,54 @@ class Text:
         return Value(type_, [reg])
 
     def store(self, item: str, address: str, value: Value) -> None:
-        stored, type_, _ = ITEMS[item]
+        stored, type_, nbytes = ITEMS[item]
         reg = self.convert(value, type_).regs[0]
         if type_ == BOOL:
             reg = self.reg(f"zext i1 {reg} to i8")
-        elif stored != LLVM[type_]:
+        elif type_ == INT and nbytes < 8:
+            self.check_width(item, value, reg)
+        if type_ != BOOL and stored != LLVM[type_]:
             reg = self.reg(f"{'fptrunc' if type_ == FLOAT else 'trunc'} {LLVM[type_]} {reg} to {stored}")
         self.line(f"store {stored} {reg}, ptr {address}")
+
+    def check_width(self, item: str, value: Value, reg: str) -> None:
+        """Refuse a constant that elements of this width cannot hold; check other numbers if indices are checked."""
+        limits = np.iinfo(item)
+        low, high = int(limits.min), int(limits.max)
+        if value.const is not None and not low <= int(value.const) <= high:
+            raise TypeError(f"{value.const} does not fit into an element of {item}")
+        if self.checked and value.const is None:
+            inside = self.reg(f"icmp ule i64 {self.reg(f'sub i64 {reg}, {low}')}, {high - low}")
+            self.fail_if(self.reg(f"xor i1 {inside}, true"), ValueError, f"a number that no element of {item} can hold")
 
     def new_array(self, item: str, lengths: list[str], zero: bool = False) -> Value:
         """Allocate an array that lives until the call ends."""
         slot = self.room("ptr", "null")
         self.made.append(slot)
+        array = Value(Array(item, len(lengths)), ["", *lengths])
+        nbytes = str(ITEMS[item][2])
         for length in lengths:
             if not length.isdecimal():
                 self.fail_if(self.reg(f"icmp slt i64 {length}, 0"), ValueError, "a negative length")
-        array = Value(Array(item, len(lengths)), ["", *lengths])
-        size = self.size(array)
-        # One extra element, so that an array of length 0 has an address too.
-        size = self.reg(f"add i64 {size}, 1")
-        nbytes = ITEMS[item][2]
-        address = self.reg(
-            f"call ptr @calloc(i64 {size}, i64 {nbytes})" if zero else
-            f"call ptr @malloc(i64 {self.reg(f'mul i64 {size}, {nbytes}')})"
-        )  # fmt: skip
-        self.fail_if(self.reg(f"icmp eq ptr {address}, null"), MemoryError, "no memory for an array")
+            both = self.reg(f"call {{ i64, i1 }} @llvm.smul.with.overflow.i64(i64 {nbytes}, i64 {length})")
+            nbytes = self.reg(f"extractvalue {{ i64, i1 }} {both}, 0")
+            self.fail_if(self.reg(f"extractvalue {{ i64, i1 }} {both}, 1"), MemoryError, "no memory for an array")
+        address = self.allocated(nbytes, zero)
         self.line(f"store ptr {address}, ptr {slot}")
         array.regs[0] = address
         return array
+
+    def allocated(self, nbytes: str, zero: bool = False) -> str:
+        """Return the address of this much new memory. One byte more is taken, so that an empty array has one too."""
+        size = self.reg(f"add nuw i64 {nbytes}, 1")
+        address = self.reg(f"call ptr @calloc(i64 {size}, i64 1)" if zero else f"call ptr @malloc(i64 {size})")
+        self.fail_if(self.reg(f"icmp eq ptr {address}, null"), MemoryError, "no memory for an array")
+        return address
+
+    def note_store(self, array: Value) -> None:
+        """Note that an array is written here."""
+        for origin in array.type.origins:
+            self.stores.setdefault(origin, f"{self.file}:{self.at_line}")
 
     def fill(self, array: Value, value: Value) -> None:
         at = self.room("i64")

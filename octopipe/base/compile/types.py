@@ -9,6 +9,7 @@ not contiguous is copied, and the copy is written back after the call), a tuple 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Array:
 
     item: str
     ndim: int
+    origins: frozenset[int] = frozenset()
+    """The numbers of the arrays among a kernel's arguments whose memory this may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,22 @@ class Tuple:
     names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """An object that is known when a kernel is compiled: a function, a module, a tuple of numbers."""
+    """An object that is known when a kernel is compiled: a function, a module, a tuple of numbers.
+
+    Unlike in Python, 1, 1.0 and True differ, and so do 0.0 and -0.0: a kernel is compiled for one of them.
+    """
 
     thing: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Known):
+            return NotImplemented
+        return self.thing is other.thing or (self.thing == other.thing and repr(self.thing) == repr(other.thing))
+
+    def __hash__(self) -> int:
+        return hash(self.thing)
 
 
 NUMBERS = {
@@ -75,15 +89,39 @@ def words(type_: Type) -> list[str]:
 
 
 def joined(a: Type, b: Type) -> Type:
-    """Return the type of a variable that can hold values of both types, or None if there is none."""
+    """Return the type of a variable that can hold values of both types, or None if there is none.
+
+    No integer type holds both a number with a sign and one without. Tuples whose parts have other names are tuples
+    whose parts have none.
+    """
     if a == b:
         return a
     if isinstance(a, str) and isinstance(b, str):
-        return a if RANK[a] > RANK[b] else b if RANK[b] > RANK[a] else INT
+        return a if RANK[a] > RANK[b] else b if RANK[b] > RANK[a] else None
     if isinstance(a, Tuple) and isinstance(b, Tuple) and len(a.parts) == len(b.parts):
         parts = tuple(joined(x, y) for x, y in zip(a.parts, b.parts, strict=True))
-        return None if None in parts else Tuple(parts, a.names)
+        return None if None in parts else Tuple(parts, a.names if a.names == b.names else ())
+    if isinstance(a, Array) and isinstance(b, Array) and (a.item, a.ndim) == (b.item, b.ndim):
+        return Array(a.item, a.ndim, a.origins | b.origins)
     return None
+
+
+def arrays_in(types: Iterable[Type]) -> Iterator[Array]:
+    """Yield the arrays of these types in the order in which they are passed."""
+    for type_ in types:
+        if isinstance(type_, Array):
+            yield type_
+        elif isinstance(type_, Tuple):
+            yield from arrays_in(type_.parts)
+
+
+def numbered(type_: Type, number: Callable[[], frozenset[int]]) -> Type:
+    """Return the type with every array's origins replaced by the next that `number` returns."""
+    if isinstance(type_, Array):
+        return Array(type_.item, type_.ndim, number())
+    if isinstance(type_, Tuple):
+        return Tuple(tuple(numbered(part, number) for part in type_.parts), type_.names)
+    return type_
 
 
 def _address(array: np.ndarray) -> int:
@@ -99,14 +137,15 @@ address = _address if _address_in_object(_TRIAL) != _address(_TRIAL) else _addre
 
 
 class Arguments:
-    """The arguments of one call: their types and words, and the arrays that must be written back afterwards."""
+    """The arguments of one call: their types and words, and the arrays among them in this order."""
 
-    __slots__ = ("back", "types", "words")
+    __slots__ = ("arrays", "copies", "types", "words")
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.words: list[Any] = []
-        self.back: list[tuple[np.ndarray, np.ndarray]] = []
-        """Arrays that were not contiguous, with the copies that are passed instead."""
+        self.arrays: list[np.ndarray] = []
+        self.copies: dict[int, np.ndarray] = {}
+        """What is passed in place of arrays that are not contiguous, by their number."""
         self.types = self._take(given)
 
     def _take(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,11 +155,11 @@ class Arguments:
             kind = type(value)
             if kind is np.ndarray:
                 flags = value.flags
+                self.arrays.append(value)
                 if not (flags.c_contiguous and flags.aligned and value.dtype.isnative):
                     whole = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
                     whole = whole.copy() if whole is value or np.may_share_memory(whole, value) else whole
-                    self.back.append((value, whole))
-                    value = whole
+                    self.copies[len(self.arrays) - 1] = value = whole
                 words.append(address(value))
                 words.extend(value.shape)
                 types.append((value.dtype.char, value.ndim))
@@ -129,9 +168,12 @@ class Arguments:
                 types.append(NUMBERS[kind])
             elif isinstance(value, tuple):
                 types.append((kind, self._take(value)))
-            elif isinstance(value, np.ndarray | np.generic):
+            elif kind is np.uint64:
+                words.append(int(value.view(np.int64)))
+                types.append(UINT)
+            elif isinstance(value, np.memmap | np.generic):
                 # Convert to the plain form: a memory map to an array, a number of another width to a Python number.
-                plain = value.view(np.ndarray) if isinstance(value, np.ndarray) else value.item()
+                plain = value.view(np.ndarray) if isinstance(value, np.memmap) else value.item()
                 if type(plain) is kind:
                     raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
                 types += self._take((plain,))
@@ -139,10 +181,28 @@ class Arguments:
                 raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
         return tuple(types)
 
-    def write_back(self) -> None:
-        for given, copy in self.back:
-            if given.flags.writeable:
-                given[...] = copy
+    def refusal(self, number: int) -> str:
+        """Say why a kernel cannot write into this array as Python would; empty if it can."""
+        written = self.arrays[number]
+        if not written.flags.writeable:
+            return "the array that is written here is read-only"
+        for other, array in enumerate(self.arrays if self.copies else ()):
+            # A copy is passed of one of them, which would not see what is written into the other.
+            if other != number and (other in self.copies or number in self.copies) and _overlap(array, written):
+                return "the array that is written here overlaps another argument, and one is not contiguous; copy it"
+        return ""
+
+    def write_back(self, written: Iterable[int]) -> None:
+        for number in written:
+            if number in self.copies:
+                self.arrays[number][...] = self.copies[number]
+
+
+def _overlap(one: np.ndarray, other: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def full_type(key: Any) -> Type:
@@ -153,6 +213,8 @@ def full_type(key: Any) -> Type:
         item = np.dtype(key[0]).name
         if item not in ITEMS:
             raise TypeError(f"a kernel takes arrays of {', '.join(ITEMS)}, not of {item}")
+        if not key[1]:
+            raise TypeError("a kernel takes arrays of at least one dimension, and numbers")
         return Array(item, key[1])
     return Tuple(tuple(full_type(part) for part in key[1]), getattr(key[0], "_fields", ()))
 

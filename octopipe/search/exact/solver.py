@@ -204,11 +204,8 @@ def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, *, agai
     slow = max(costs.slowdown(r) for r in range(num_ranks))
     layer_ms = costs.layer_ms + costs.forward_ms if again else costs.layer_ms
     work = sum(float((layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
-    hops = [
-        costs.network.transfer_ms(a, b, float(costs.boundary_bytes.max()))
-        for a in range(num_ranks)
-        for b in range(num_ranks)
-    ]
+    most = max(float((costs.boundary_bytes * costs.handed(m)).max()) for m in range(num_micro_batches))
+    hops = [costs.network.transfer_ms(a, b, most) for a in range(num_ranks) for b in range(num_ranks)]
     return max(work + 2 * num_micro_batches * costs.num_layers * max(hops, default=0.0), 1e-9)
 
 

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.costs.segments import COMPUTE, EXCHANGE
+from octopipe.costs.segments import COMPUTE, EXCHANGE, beside_ms
 from octopipe.costs.table import CostTable
-from octopipe.plans.two_lanes import side_by_side
+from octopipe.plans.two_lanes import fill_pair_table
 
 ALONE_F, ALONE_I, ALONE_W, ACTIVATION, STASH, STATIC, NUM_ROWS = range(7)
 """Rows of `Layers.own` and of a structure's `own`: per layer, and summed per stage."""
 FI, FB, FW, IW, FF, NUM_PAIRS = range(6)
 """Planes of `together[plane, first stage, second stage]`. FI, FB: F of the first stage with I or B of the second. FW,
 IW: F or I of the first with W of the second. FF: F of both."""
+
+
+_beside_ms = njit(beside_ms)
 
 
 class Layers(NamedTuple):
@@ -100,6 +103,7 @@ def price(layers, bounds, rank, size):  # type: ignore[no-untyped-def]
     together = np.full((5, size, size), np.inf)
     took = np.zeros((longest + 1, longest + 1))
     bare = np.zeros((longest + 1, longest + 1))
+    step = np.zeros((longest + 1, longest + 1), np.int32)
     for s in range(size):
         for which in range(2):
             # A W beside this op can hide all of the op's exchange: nothing else hides it.
@@ -112,63 +116,25 @@ def price(layers, bounds, rank, size):  # type: ignore[no-untyped-def]
             for t in range(size):
                 if rank[t] == rank[s]:
                     w = own[2, t]
-                    filled = whole - exposed + _together(w, exposed, layers.slowing[0], layers.slowing[1])
+                    filled = whole - exposed + _beside_ms(w, exposed, layers.slowing[0], layers.slowing[1])
                     together[2 + which, s, t] = min(filled, own[which, s] + w)
         for t in range(size):
             if rank[t] == rank[s]:
                 n, m = count[0, s], count[1, t]
-                _walk(
-                    first[0, s], ms[0, s], n, first[1, t], ms[1, t], m, layers.slowing[0], layers.slowing[1], took, bare
-                )
+                fill_pair_table(
+                    first[0, s], ms[0, s], n, first[1, t], ms[1, t], m,
+                    layers.slowing[0], layers.slowing[1], took, bare, step,
+                )  # fmt: skip
                 pair, exposed = took[n, m], bare[n, m]
                 apart = own[0, s] + own[1, t]
                 together[0, s, t] = min(pair, apart)
                 w = own[2, t]
-                filled = pair - exposed + _together(w, exposed, layers.slowing[0], layers.slowing[1])
+                filled = pair - exposed + _beside_ms(w, exposed, layers.slowing[0], layers.slowing[1])
                 together[1, s, t] = min(filled, apart + w)
                 m = count[0, t]
-                _walk(
-                    first[0, s], ms[0, s], n, first[0, t], ms[0, t], m, layers.slowing[0], layers.slowing[1], took, bare
-                )
+                fill_pair_table(
+                    first[0, s], ms[0, s], n, first[0, t], ms[0, t], m,
+                    layers.slowing[0], layers.slowing[1], took, bare, step,
+                )  # fmt: skip
                 together[4, s, t] = min(took[n, m], own[0, s] + own[0, t])
     return own, together
-
-
-@njit
-def _together(compute, exchange, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
-    computing = compute * (1.0 + slows_compute)
-    exchanging = exchange * (1.0 + slows_exchange)
-    if computing <= exchanging:
-        both = computing + exchange - computing / (1.0 + slows_exchange)
-    else:
-        both = exchanging + compute - exchanging / (1.0 + slows_compute)
-    return min(both, compute + exchange)
-
-
-@njit
-def _walk(lane_a, a, n, lane_b, b, m, slows_compute, slows_exchange, took, bare):  # type: ignore[no-untyped-def]
-    """Fill `took` and `bare` (times and exposed exchange of the first i and j segments) as `two_lanes.pair_table` does,
-    without recording the sequence of steps."""
-    took[0, 0] = 0.0
-    bare[0, 0] = 0.0
-    for i in range(n + 1):
-        for j in range(m + 1):
-            if i + j > 0:
-                best = np.inf
-                left = 0.0
-                lane_i = (lane_a + i + 1) % 2
-                lane_j = (lane_b + j + 1) % 2
-                if i > 0 and j > 0 and lane_i != lane_j:
-                    compute = a[i - 1] if lane_i == 0 else b[j - 1]
-                    exchange = b[j - 1] if lane_i == 0 else a[i - 1]
-                    both, alone = side_by_side(compute, exchange, slows_compute, slows_exchange)
-                    best = took[i - 1, j - 1] + both
-                    left = bare[i - 1, j - 1] + alone
-                if i > 0 and took[i - 1, j] + a[i - 1] < best:
-                    best = took[i - 1, j] + a[i - 1]
-                    left = bare[i - 1, j] + (a[i - 1] if lane_i == 1 else 0.0)
-                if j > 0 and took[i, j - 1] + b[j - 1] < best:
-                    best = took[i, j - 1] + b[j - 1]
-                    left = bare[i, j - 1] + (b[j - 1] if lane_j == 1 else 0.0)
-                took[i, j] = best
-                bare[i, j] = left

@@ -76,6 +76,8 @@ class PairSearch:
         self._began = time.monotonic()
         self._dice = random.Random(self.seed)
         self._layers = layers_of(self.costs, self.num_ranks)
+        handed = self.costs.handed_factor
+        self._handed_bytes = self.costs.boundary_bytes * (1.0 if handed is None else handed.mean(axis=0))
         most = 3 * self.costs.num_layers * self.num_micro_batches
         self._out = np.zeros((self.num_ranks, most, 2), np.int64)
         self._lengths = np.zeros(self.num_ranks, np.int64)
@@ -90,6 +92,8 @@ class PairSearch:
     _out: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     _lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     _over_by: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    _handed_bytes: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    """The bytes that each layer hands over; micro-batches of different sizes are replaced by their mean."""
     _known: dict[Any, Any] = field(default_factory=dict, init=False)
     _less: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     """Per rank, the bytes by which plans so far took more than their schedules had counted. Schedules get less memory
@@ -267,7 +271,7 @@ class PairSearch:
                 return None
         hop_f, hop_i = np.zeros(size), np.zeros(size)
         for s in range(size - 1):
-            nbytes = float(costs.boundary_bytes[bounds[s + 1] - 1])
+            nbytes = float(self._handed_bytes[bounds[s + 1] - 1])
             if rank[s] != rank[s + 1]:
                 hop_f[s] = costs.network.transfer_ms(int(rank[s]), int(rank[s + 1]), nbytes)
                 hop_i[s + 1] = costs.network.transfer_ms(int(rank[s + 1]), int(rank[s]), nbytes)
