@@ -225,8 +225,8 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
             "torchtitan's multi-token prediction has neither a pipeline nor context parallelism; plan with "
             "--for torchtitan"
         )
-    *known, parameters = TITAN_CONFIGS.get(spec.name, (*OWN_CONFIG, 0))
-    module, config = known if spec.parameters == parameters else OWN_CONFIG
+    known = TITAN_CONFIGS.get(spec.name)
+    module, config = known[:2] if known is not None and known[2] == spec.parameters else OWN_CONFIG
     notes = [f"your config of {model}" if module == "${MODULE}" or predicts else f"torchtitan's own config of {model}"]
     before = ""
     if split.pp > 1:
