@@ -12,12 +12,14 @@ points to is replaced.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
 import re
 import secrets
 import stat
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -79,9 +81,35 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES
     return data
 
 
+def decode_text(data: bytes, where: str) -> str:
+    """Return the text in the bytes of a file: UTF-8, or UTF-16 with a byte order mark, which PowerShell writes.
+
+    >>> decode_text("a,b".encode("utf-8-sig"), "f") == decode_text("a,b".encode("utf-16"), "f") == "a,b"
+    True
+    """
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return data.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError:
+        raise OctoPipeError(f"{where}: not a text in UTF-8; save it as UTF-8") from None
+
+
+def read_toml(path: str | os.PathLike[str]) -> object:
+    """Return the value of a small TOML file, or of a JSON file if its name says so."""
+    data, where = read_bytes(path), shown(path)
+    if str(path).endswith(".json"):
+        return decode_json(data, where)
+    try:
+        return tomllib.loads(decode_text(data, where))
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads is a ValueError too
+        raise OctoPipeError(f"{where}: not valid TOML ({_one_line(error)}); write the file again") from None
+
+
 def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES) -> object:
     """Return the value of a JSON text; raise OctoPipeError for duplicate keys or more values than `most_values`."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if not raw.strip():
+        raise OctoPipeError(f"{where} is empty; write the file again")
     values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > most_values:
         raise OctoPipeError(f"{where}: up to {values} values; a file of this kind may have at most {most_values}")
@@ -131,7 +159,7 @@ def read_numbers(path: str | os.PathLike[str]) -> list[float]:
         decoded = decode_json(data, shown(path))
         values = decoded if isinstance(decoded, list) else ()
     else:
-        lines = data.decode("utf-8-sig", "replace").splitlines()
+        lines = decode_text(data, shown(path)).splitlines()
         values = (_number_of(word) for line in lines for word in line.split("#", 1)[0].split())
     found = []
     for value in values:  # a large file of something else is left at its first word

@@ -7,6 +7,7 @@ profile's `about["notes"]` records the source of each value. Does not know: the 
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import gzip
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import read_bytes, shown, stem_of
+from octopipe.base.files import decode_text, read_bytes, shown, stem_of
 from octopipe.base.limits import MAX_TIME_MS, MAX_TIMELINE_BYTES
 from octopipe.costs.profile import Profile
 from octopipe.costs.readers.kineto import looks_like_trace, read_trace
@@ -32,6 +33,7 @@ log = logging.getLogger("octopipe.profile")
 HEAD_BYTES = 1 << 16
 """How many bytes at the beginning of a file are read to recognise its kind."""
 GZIP_MAGIC = b"\x1f\x8b"
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 KINDS = {"trace": "a trace of torch.profiler", "sqlite": "an export of Nsight Systems",
          "stats": "a report of nsys stats", "times": "a CSV of layer times"}  # fmt: skip
 _SYMBOLS = (("mamba", "M"), ("ssm", "M"), ("moe", "#"), ("attention", "*"), ("attn", "*"), ("mlp", "-"), ("ffn", "-"))
@@ -51,13 +53,12 @@ def kind_of_file(path: str | os.PathLike[str]) -> str | None:
         return None
     if head.startswith(SQLITE_MAGIC):
         return "sqlite"
-    start = head.lstrip(b"\xef\xbb\xbf \r\n\t")
-    if start[:1] in (b"{", b"["):
+    text = head.decode("utf-16" if head.startswith(UTF_16) else "utf-8-sig", "replace")
+    if text.lstrip()[:1] in ("{", "["):
         return "trace" if looks_like_trace(head) else None
-    text = head.decode("utf-8", "replace")
     if looks_like_stats(text):
         return "stats"
-    return "times" if _is_text(head) and looks_like_times(text) else None
+    return "times" if "\0" not in text and looks_like_times(text) else None
 
 
 def load_foreign_profile(path: str | os.PathLike[str], costs: CostTable | None = None) -> Profile | None:
@@ -108,10 +109,7 @@ def _read(path: str, kind: str, stamp: tuple[int, int]) -> LayerTimes:
         data = _unpacked(data, where)
     if kind == "trace":
         return layer_times(read_trace(data.removeprefix(b"\xef\xbb\xbf"), where), where)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise OctoPipeError(f"{where}: not a text; export it again") from None
+    text = decode_text(data, where)
     try:
         return read_nsight_csv(text, where) if kind == "stats" else read_times_csv(text, where)
     except csv.Error as error:  # a cell larger than the module's limit
@@ -127,10 +125,6 @@ def _unpacked(data: bytes, where: str) -> bytes:
     if len(out) > MAX_TIMELINE_BYTES:
         raise OctoPipeError(f"{where}: unpacked it has more than {MAX_TIMELINE_BYTES} bytes; record fewer steps")
     return out
-
-
-def _is_text(head: bytes) -> bool:
-    return b"\x00" not in head
 
 
 # -- F, I and W ----------------------------------------------------------------------------------------

@@ -43,10 +43,27 @@ if TYPE_CHECKING:
 
     from octopipe.costs.cluster.keywords import SetupKeywords
 
+OTHER_FILES = {
+    ".csv": "no layer times were found; give a line of layer names and a line of milliseconds",
+    ".sqlite": "not an export of Nsight Systems; write it with nsys export --type sqlite",
+    ".gz": "not a packed trace of torch.profiler; export it again",
+    ".toml": "a TOML file is no model; give a preset, a JSON file or a recording",
+}
+"""What the error for such a file says if it holds no model."""
 FILE_ENDINGS = (".json", ".csv", ".sqlite", ".gz", ".toml")
 """A name with one of these endings means a file, even if no such file exists."""
 
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    """Return the object in a model's JSON file. The error for a file of another kind says what such a file holds."""
+    try:
+        return read_json_object(path)
+    except OctoPipeError:
+        if path.suffix not in OTHER_FILES or not path.is_file():
+            raise
+        raise OctoPipeError(f"{shown(path)}: {OTHER_FILES[path.suffix]} (docs/guides/profiles.md)") from None
 
 
 def _layer_times(file: Mapping[str, object], name: str, where: str) -> CostTable:
@@ -102,7 +119,7 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
     recorded = foreign_costs(path)
     if recorded is not None:
         return recorded
-    file, where = read_json_object(path), shown(path)
+    file, where = _json_object(path), shown(path)
     tag = file.get("format")
     if isinstance(tag, str):
         reader = FORMATS.get(tag.split("/")[0])

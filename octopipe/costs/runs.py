@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, read_bytes, shown
+from octopipe.base.files import brief, decode_text, read_bytes, shown
 from octopipe.base.limits import MAX_GPUS, MAX_SIZE
 from octopipe.costs.cluster.hardware import Gpu, gpu
 from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup
@@ -101,9 +101,8 @@ def read_runs(
     name, in addition to the presets."""
     where = shown(path)
     try:
-        text = read_bytes(path).decode("utf-8-sig")
-        lines = list(csv.reader(text.splitlines(), strict=True))
-    except (ValueError, csv.Error) as error:
+        lines = list(csv.reader(decode_text(read_bytes(path), where).splitlines(), strict=True))
+    except csv.Error as error:
         raise OctoPipeError(f"{where}: not a table with commas ({' '.join(str(error).split())[:100]})") from None
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     header = [cell.strip() for cell in lines[0]] if lines else []

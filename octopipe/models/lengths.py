@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.base.files import brief, decode_json, kind_of, read_bytes, shown
+from octopipe.base.files import brief, decode_json, decode_text, kind_of, read_bytes, shown
 
 MAX_LENGTH = 1 << 24
 """The most tokens of one sequence."""
@@ -69,20 +69,17 @@ class Batch:
 
 def read_lengths(path: str | Path) -> tuple[int, ...]:
     """Read the lengths of one step's sequences from a file."""
-    data, where = read_bytes(path), shown(path)
+    where = shown(path)
+    text = decode_text(read_bytes(path), where)
     values: Sequence[Any]
-    if data.lstrip()[:1] in (b"[", b"{"):
-        found = decode_json(data, where)
+    if text.lstrip()[:1] in ("[", "{"):
+        found = decode_json(text, where)
         if not isinstance(found, list):
             raise OctoPipeError(f"{where}: holds a JSON {kind_of(found)}; give a list of lengths, [512, 1024, 96]")
         values = found
     else:
-        try:
-            lines = data.decode().splitlines()
-        except UnicodeDecodeError:
-            raise OctoPipeError(f"{where}: not a text file; give one length per line, or a JSON list") from None
         values = []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(text.splitlines(), 1):
             word = line.split("#", 1)[0].strip()
             if not word:
                 continue

@@ -110,8 +110,17 @@ def llama(
 
 
 def nemotron_4(name: str, *, blocks: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
-    """Nemotron-4: squared ReLU without a gate, layer norms, grouped attention."""
-    attention = Attention(hidden=hidden, heads=heads, kv_heads=8, head_dim=hidden // heads, norm="layer")
+    """Nemotron-4: squared ReLU without a gate, layer norms, grouped attention, half of every head rotated."""
+    width = hidden // heads
+    attention = Attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        head_dim=width,
+        rope_theta=1e4,
+        rotary_dim=width // 2,
+        norm="layer",
+    )
     block = Block(mixer=attention, ffn=Mlp(hidden=hidden, ffn=ffn, activation="relu2", norm="layer"))
     vocab = 256000
     return _model(name, *[block] * blocks, vocab=vocab, head=Head(hidden=hidden, vocab=vocab, norm="layer"))

@@ -318,7 +318,7 @@ def test_scale_refuses_sequences_of_different_length(capsys: pytest.CaptureFixtu
         ("[[nodes]]\ngpu = 'h1000'", "h1000"),
         ("[[nodes]]\ngpu = 'h100'\ncount = 0", "count is 0"),
         ("[[nodes]]\ngpu = 'h100'\nkount = 2", "kount"),
-        ("[[nodes", "neither TOML nor JSON"),
+        ("[[nodes", "not valid TOML"),
     ],
 )
 def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:

@@ -54,7 +54,7 @@ def test_lines_and_json_are_the_same_lengths(tmp_path: Path) -> None:
         ("[512, true]", "length 1 is"),
         ('{"lengths": [1]}', "give a list"),
         ("[1, 2", "JSON"),
-        ("\udcff\udcfe", "not a text file"),
+        ("\udcff\udcfe\udcff", "not a text in UTF-8"),
     ],
 )
 def test_what_is_no_length_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
+from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import preset
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.megatron_line import megatron_line
@@ -97,6 +99,29 @@ def test_every_runtime_has_a_command_or_a_reason() -> None:
     assert '"offload_optimizer": {"device": "cpu"}' in host["deepspeed"] and "keeps no share" in host["torchtitan"]
     saved = lines(found(DENSE, base(offload_layers=4), zero=3))
     assert "save_on_cpu" in saved["torch"] and "activations" in saved["torchtitan"]
+
+
+def test_a_users_config_with_the_name_of_a_known_model_and_other_sizes_is_the_users_own() -> None:
+    """torchtitan's own config of that name would train another model."""
+    smaller = replace(DENSE, layers=(*DENSE.layers[:17], DENSE.layers[-1]))
+
+    def line(spec: ModelSpec) -> str:
+        one = found(spec, base(), zero=3)
+        return command_lines(one, spec=spec, model="llama3-8b", plan_file="plan.json", runtime="torchtitan")[
+            "torchtitan"
+        ]
+
+    assert "--module llama3 --config llama3_8b" in line(DENSE) and "torchtitan's own config" in line(DENSE)
+    assert "--module ${MODULE} --config ${CONFIG}" in line(smaller) and "your config" in line(smaller)
+
+
+def test_deepspeeds_stages_are_those_of_the_plan() -> None:
+    """PipelineModule divides by parameters unless it is told otherwise: a large embedding takes a stage's blocks."""
+    lines = command_lines(
+        found(DENSE, base(), pp=4, dp=2), spec=DENSE, model="llama3-8b", plan_file="plan.json", runtime="deepspeed"
+    )
+    line = lines["deepspeed"]
+    assert "num_stages=4, partition_method='type:'" in line and "with 9, 8, 8, 9 layers per stage" in line
 
 
 def test_a_runtime_that_cannot_is_told_before_any_search() -> None:

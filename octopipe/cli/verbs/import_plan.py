@@ -154,19 +154,15 @@ def _keep(profile: Profile, args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> ForeignPlan:
     from octopipe.base.errors import OctoPipeError
-    from octopipe.base.files import read_bytes, shown
+    from octopipe.base.files import decode_text, read_bytes, shown
     from octopipe.plans.readers.megatron_text import HYBRID_LETTERS
 
     text, where = args.source, "the text"
     letters = set("EtmL,()0123456789|/'\"") | set(HYBRID_LETTERS)
     # A text may be longer than any file's name, at which `Path.is_file` raises an error.
     if os.path.isfile(args.source) or not set(args.source) <= letters:
-        data = read_bytes(args.source)
         where = shown(args.source)
-        try:
-            text = data.decode().strip()
-        except UnicodeDecodeError:
-            raise OctoPipeError(f"{where}: not a text; give a schedule CSV or a Megatron text") from None
+        text = decode_text(read_bytes(args.source), where).strip()
     if not text.strip():
         raise OctoPipeError(f"{where} is empty; give a schedule CSV, a Megatron text or a recording")
     if set(text) <= letters and "\n" not in text and not text[:1].isdigit():

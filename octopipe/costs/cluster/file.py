@@ -17,13 +17,12 @@ GPUs are numbered node after node, in the file's order, and pipeline ranks take 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, check_format, decode_json, kind_of, read_bytes, shown
+from octopipe.base.files import brief, check_format, kind_of, read_toml, shown
 from octopipe.base.limits import MAX_GPUS, MAX_LINKS, over
 from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, INTRA_LATENCY_MS, Gpu, Link, Network, gpu
 
@@ -35,14 +34,7 @@ FORMAT = "octopipe.cluster/1"
 
 def read_cluster(path: str | Path) -> Nodes:
     """The nodes in a cluster file."""
-    data, where = read_bytes(path), shown(path)
-    if str(path).endswith(".json"):
-        return nodes_from_object(decode_json(data, where), where)
-    try:
-        raw = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads is a ValueError too
-        raise OctoPipeError(f"{where}: neither TOML nor JSON ({' '.join(str(error).split())[:120]})") from None
-    return nodes_from_object(raw, where)
+    return nodes_from_object(read_toml(path), shown(path))
 
 
 def nodes_from_object(raw: object, where: str = "cluster") -> Nodes:

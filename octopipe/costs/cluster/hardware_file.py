@@ -27,14 +27,13 @@ unequal nodes (`file.py`), models or rates.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, check_format, decode_json, kind_of, read_bytes, shown
+from octopipe.base.files import brief, check_format, kind_of, read_toml, shown
 from octopipe.base.limits import MAX_GPUS, finite
 from octopipe.costs.cluster.hardware import GPUS, Gpu, gpu
 
@@ -57,14 +56,7 @@ OF_NETWORK = (
 
 def read_hardware(path: str | Path) -> Gpu:
     """The GPU that a hardware file describes, its share of the network included."""
-    data, where = read_bytes(path), shown(path)
-    if str(path).endswith(".json"):
-        return hardware_from(decode_json(data, where), where)
-    try:
-        raw = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise OctoPipeError(f"{where}: neither TOML nor JSON ({' '.join(str(error).split())[:120]})") from None
-    return hardware_from(raw, where)
+    return hardware_from(read_toml(path), shown(path))
 
 
 def hardware_from(raw: object, where: str = "hardware") -> Gpu:

@@ -19,17 +19,19 @@ from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
 
 TITAN_CONFIGS = {
-    "llama3-8b": ("llama3", "llama3_8b"),
-    "llama3-70b": ("llama3", "llama3_70b"),
-    "llama3.1-405b": ("llama3", "llama3_405b"),
-    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
-    "gpt-oss-20b": ("gpt_oss", "gpt_oss_20b"),
-    "gpt-oss-120b": ("gpt_oss", "gpt_oss_120b"),
-    "qwen3-14b": ("qwen3", "qwen3_14b"),
-    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
-    "qwen3-32b": ("qwen3", "qwen3_32b"),
+    "llama3-8b": ("llama3", "llama3_8b", 8_030_261_248),
+    "llama3-70b": ("llama3", "llama3_70b", 70_553_706_496),
+    "llama3.1-405b": ("llama3", "llama3_405b", 405_853_388_800),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b", 671_026_404_352),
+    "gpt-oss-20b": ("gpt_oss", "gpt_oss_20b", 20_914_757_184),
+    "gpt-oss-120b": ("gpt_oss", "gpt_oss_120b", 116_829_156_672),
+    "qwen3-14b": ("qwen3", "qwen3_14b", 14_768_307_200),
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b", 30_532_122_624),
+    "qwen3-32b": ("qwen3", "qwen3_32b", 32_762_123_264),
 }
-"""Models that torchtitan has a config for: its module and its config, in the version that `runtimes.py` names."""
+"""Models that torchtitan has a config for: its module and its config, in the version that `runtimes.py` names, and the
+parameters of the model. A user's config.json may have such a name and other sizes."""
+OWN_CONFIG = ("${MODULE}", "${CONFIG}")
 Line = Callable[[Candidate, ModelSpec, str, str | None], str]
 """(split, model, the user's name of the model, file of the plan) -> command; raises OctoPipeError if there is none."""
 
@@ -223,7 +225,8 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
             "torchtitan's multi-token prediction has neither a pipeline nor context parallelism; plan with "
             "--for torchtitan"
         )
-    module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
+    known = TITAN_CONFIGS.get(spec.name)
+    module, config = known[:2] if known is not None and known[2] == spec.parameters else OWN_CONFIG
     notes = [f"your config of {model}" if module == "${MODULE}" or predicts else f"torchtitan's own config of {model}"]
     before = ""
     if split.pp > 1:
@@ -231,7 +234,7 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         before = f"octopipe export {needs_file(plan_file)} --to torchtitan --base {base} -o planned.py && "
         module, config = "planned", "planned"
     elif predicts:
-        module, config = "${MODULE}", "${CONFIG}"
+        module, config = OWN_CONFIG
     notes += titan_notes(candidate, spec)
     start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
     return f"{before}{start} {' '.join(titan_flags(candidate, spec))}  # {'; '.join(notes)}"
@@ -301,7 +304,13 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
         f'"bf16": {{"enabled": true, "immediate_grad_update": true}}, '
         f'"data_types": {{"grad_accum_dtype": "{gradients_of(candidate)}"}}}}'
     )
-    pipeline = f"PipelineModule(num_stages={split.pp})" if split.pp > 1 else "no PipelineModule"
+    pipeline = "no PipelineModule"
+    if split.pp > 1:
+        # Its default divides by parameters; `type:` divides the layers of one class, as the plan does.
+        pipeline = f"PipelineModule(num_stages={split.pp}, partition_method='type:' and the class of your blocks)"
+        if candidate.plan is not None:
+            sizes = ", ".join(str(stage.num_layers) for stage in candidate.plan.stages)
+            pipeline += f" with {sizes} layers per stage"
     again = f", {recomputed(candidate)}" if setup.recompute != "none" else ""
     words = f"{pipeline}, tp {split.tp}{again}{untrained(candidate)}{numbers(candidate)}"
     script = f"your own script, {words}; ds.json: {settings}"

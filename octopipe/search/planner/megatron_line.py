@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.traffic import nearby
-from octopipe.models.spec import Attention, Block, Embedding, Head, LatentAttention, Layer, Mlp, ModelSpec, Moe, Mtp
+from octopipe.models.spec import Attention, Block, LatentAttention, ModelSpec, Moe, Mtp
+from octopipe.search.planner.megatron_model import model_flags
 from octopipe.search.recompute import checkpointed_per_stage
 from octopipe.views.export.megatron import megatron_layout
 
@@ -82,6 +83,8 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         *_context(candidate, spec),
     ]
     cluster = setup.cluster()
+    if cluster.expert_tp > 1 and any(part.bias for layer in spec for part in layer.parts if isinstance(part, Moe)):
+        raise OctoPipeError("Megatron-LM divides no experts that have biases; give --etp 1")
     if split.ep > 1 or (experts and split.tp > 1):
         flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
         flags += _routing(candidate, spec)
@@ -219,116 +222,3 @@ def _recompute(candidate: Candidate, spec: ModelSpec) -> list[str]:
     modules += ["moe_act"] if any(isinstance(part, Moe) for part in parts) else []
     modules += ["mla_up_proj"] if any(isinstance(part, LatentAttention) for part in parts) else []
     return [f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"]
-
-
-# -- the model -------------------------------------------------------------------------------------------------------
-
-
-def model_flags(spec: ModelSpec, seq: int) -> tuple[str, list[str]]:
-    """The script that builds the model, and its flags."""
-    embedding, head = spec.layers[0], spec.layers[-1]
-    if spec.source is not None:
-        raise OctoPipeError(f"no Megatron-LM flags are known here for {spec.name}, which has a tower or an encoder")
-    if not isinstance(embedding, Embedding) or not isinstance(head, Head):
-        raise OctoPipeError(f"{spec.name} does not begin with an embedding and end with a head")
-    inner = [layer for layer in spec.layers[1:-1] if not isinstance(layer, Mtp)]
-    predictions = sum(isinstance(layer, Mtp) for layer in spec.layers)
-    parts = [part for layer in inner for part in layer.parts]
-    flags = [f"--hidden-size {embedding.hidden} --seq-length {seq} --max-position-embeddings {seq}"]
-    flags.append(f"--vocab-size {embedding.vocab - 1}")  # NullTokenizer adds one token
-    flags += [] if head.tied else ["--untie-embeddings-and-output-weights"]
-    flags.append(f"--normalization {'RMSNorm' if head.norm == 'rms' else 'LayerNorm'} --disable-bias-linear")
-    flags += _attention([p for p in parts if isinstance(p, Attention | LatentAttention)], spec.name)
-    flags += _feed_forward(
-        [p for p in parts if isinstance(p, Mlp)], [p for p in parts if isinstance(p, Moe)], spec.name
-    )
-    if all(isinstance(layer, Block) for layer in inner):
-        if unknown := sorted({p.kind for p in parts} - {"attention", "latent_attention", "mlp", "moe"}):
-            raise OctoPipeError(f"no Megatron-LM flags are known here for {', '.join(unknown)} layers; add your own")
-        flags.insert(0, f"--num-layers {len(inner)}")
-        flags += _moe_frequency(inner)
-        flags += [f"--mtp-num-layers {predictions}"] if predictions else []
-        return "pretrain_gpt.py", flags
-    return "pretrain_hybrid.py", [*flags, *_hybrid(inner, spec.name)]
-
-
-def _one(values: list[int], what: str, name: str) -> int:
-    if len(set(values)) > 1:
-        raise OctoPipeError(f"{name}: Megatron-LM has one {what} for all layers, and these differ; add your own flags")
-    return values[0]
-
-
-def _attention(found: list[Attention | LatentAttention], name: str) -> list[str]:
-    if not found:
-        return ["--num-attention-heads 8 --position-embedding-type none"]
-    heads = _one([p.heads for p in found], "number of heads", name)
-    flags = [f"--num-attention-heads {heads}"]
-    latent = [p for p in found if isinstance(p, LatentAttention)]
-    plain = [p for p in found if isinstance(p, Attention)]
-    if latent and plain:
-        raise OctoPipeError(f"{name}: Megatron-LM has latent or plain attention in all layers, not both")
-    if latent:
-        p = latent[0]
-        flags.append(f"--multi-latent-attention --kv-lora-rank {p.kv_rank} --qk-head-dim {p.nope_dim}")
-        flags.append(f"--qk-pos-emb-head-dim {p.rope_dim} --v-head-dim {p.v_dim} --position-embedding-type rope")
-        return [*flags, *([f"--q-lora-rank {p.q_rank}"] if p.q_rank else [])]
-    groups = _one([p.kv_heads for p in plain], "number of key-value heads", name)
-    flags += [f"--group-query-attention --num-query-groups {groups}"] if groups != heads else []
-    flags.append(f"--kv-channels {_one([p.head_dim for p in plain], 'head width', name)}")
-    flags += ["--qk-layernorm"] if plain[0].qk_norm else []
-    flags += ["--add-qkv-bias"] if plain[0].qkv_bias else []
-    windows = sorted({p.window for p in plain if p.window})
-    if windows:
-        full = [p.window is None for p in plain]
-        flags.append(f"--window-size {windows[0] - 1},0")
-        if any(full):
-            flags.append(f"--window-attn-skip-freq {full.index(True) + 1}")
-    theta = next((p.rope_theta for p in plain if p.rope_theta), None)
-    where = f"rope --rotary-base {int(theta)}" if theta else "none"
-    return [*flags, f"--position-embedding-type {where}"]
-
-
-ACTIVATIONS = {"swiglu": ["--swiglu"], "gelu": [], "relu2": ["--squared-relu"]}
-
-
-def _feed_forward(dense: list[Mlp], experts: list[Moe], name: str) -> list[str]:
-    flags: list[str] = []
-    kinds = sorted({*(p.activation for p in dense), *(p.activation for p in experts)})
-    if len(kinds) > 1 or (kinds and kinds[0] not in ACTIVATIONS):
-        raise OctoPipeError(f"{name}: no Megatron-LM flag is known here for {', '.join(kinds)}; add your own")
-    flags += ACTIVATIONS[kinds[0]] if kinds else []
-    if dense:
-        flags.append(f"--ffn-hidden-size {_one([p.ffn for p in dense], 'feed-forward width', name)}")
-    if experts:
-        p = experts[0]
-        flags.append(f"--num-experts {p.experts} --moe-router-topk {p.top_k} --moe-ffn-hidden-size {p.ffn}")
-        flags.append("--moe-grouped-gemm --moe-router-load-balancing-type aux_loss")
-        flags += [] if dense else [f"--ffn-hidden-size {p.ffn}"]
-        flags += [f"--moe-shared-expert-intermediate-size {p.shared_ffn}"] if p.shared_ffn else []
-        flags += [f"--moe-latent-size {p.latent}"] if p.latent else []
-    return flags
-
-
-def _moe_frequency(inner: list[Layer]) -> list[str]:
-    """The flag that says which blocks have experts, if not all of them do."""
-    has = [any(isinstance(p, Moe) for p in layer.parts) for layer in inner]
-    if all(has) or not any(has):
-        return []
-    runs: list[tuple[int, int]] = []
-    for value in map(int, has):
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    return [f"--moe-layer-freq '{'+'.join(f'[{value}]*{count}' for value, count in runs)}'"]
-
-
-def _hybrid(inner: list[Layer], name: str) -> list[str]:
-    mamba = [layer for layer in inner if layer.kind == "mamba2"]
-    others = sorted({layer.kind for layer in inner} - {"mamba2", "attention", "latent_attention", "mlp", "moe"})
-    if others or not mamba:
-        what = ", ".join(others) or "separate attention and feed-forward layers without Mamba"
-        raise OctoPipeError(f"{name}: no Megatron-LM flags are known here for {what}; add your own")
-    m = mamba[0]
-    sizes = f"--mamba-state-dim {m.state} --mamba-head-dim {m.head_dim} --mamba-num-groups {m.groups}"  # type: ignore[attr-defined]
-    return ["--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", sizes]

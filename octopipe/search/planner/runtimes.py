@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from octopipe.costs.cluster.setup import PRECISIONS, Setup
-from octopipe.models.spec import ModelSpec, Mtp
+from octopipe.models.spec import ModelSpec, Moe, Mtp
 
 Target = Literal["octopipe", "torch", "megatron"]
 Checkpoints = Literal["some", "stage", "all"]
@@ -39,6 +39,8 @@ class Runtime:
     """The largest parallel sizes that it supports."""
     most_with_predictions: Mapping[str, int] = field(default_factory=dict)
     """The same for models with multi-token prediction."""
+    most_with_expert_biases: Mapping[str, int] = field(default_factory=dict)
+    """The same for models whose experts have biases."""
     target: Target | None = "octopipe"
     """Class of plans that a search for it may return (see `search/restricted.py`); None if it runs only its own
     schedule."""
@@ -127,9 +129,12 @@ class Runtime:
 
     def of_model(self, spec: ModelSpec) -> Runtime:
         """Return the runtime with the limits on parallel sizes that it has for this model."""
-        if not self.most_with_predictions or not any(isinstance(layer, Mtp) for layer in spec.layers):
-            return self
-        return replace(self, most={**self.most, **self.most_with_predictions})
+        most = dict(self.most)
+        if any(isinstance(layer, Mtp) for layer in spec.layers):
+            most |= self.most_with_predictions
+        if any(part.bias for layer in spec for part in layer.parts if isinstance(part, Moe)):
+            most |= self.most_with_expert_biases
+        return self if most == self.most else replace(self, most=most)
 
     def settled(self, setup: Setup) -> Setup:
         """Return the set-up with the runtime's gradient precision, if it supports only one and the set-up names
@@ -153,6 +158,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             version="Megatron-LM, main of August 2026 (d98e8a6)",
             zero=(1, 2, 3),
             zero_with_pipeline=(1,),
+            most_with_expert_biases={"etp": 1},
             target="megatron",
             # --overlap-moe-expert-parallel-comm wants interleaved 1F1B and no whole layers recomputed.
             overlaps=("interleaved-overlap",),
