@@ -262,7 +262,7 @@ class Head(nn.Module):
                 "(output_router_logits); use a plan with a whole head"
             )
         shard = linear_shard(self, out, number, count)
-        if not out.weight.is_meta and not self._agrees(shard, out.weight.device):  # type: ignore[union-attr, arg-type]
+        if not out.weight.is_meta and not self._agrees(shard, out.weight.device):
             raise OctoPipeError(
                 f"the head of {type(self.model).__name__} cannot be cut: what follows its projection depends on the "
                 "whole vocabulary (it leaves out or masks a part of it); use a plan with a whole head"

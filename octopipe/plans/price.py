@@ -271,8 +271,8 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
     that layers share (a tied head and the embedding) count once on a rank that holds several of these layers.
     """
     out = np.zeros(plan.num_ranks)
-    for stage, first in zip(plan.stages, first_held(plan, range(len(plan.stages))), strict=True):
-        out[stage.rank] += costs.static_bytes[first].sum() * part_of(stage)
+    for stage, layers in zip(plan.stages, first_held(plan, range(len(plan.stages))), strict=True):
+        out[stage.rank] += costs.static_bytes[layers].sum() * part_of(stage)
     if costs.tied_bytes:
         # A part of the embedding and the same part of the head are one tensor, as the whole ones are.
         first, last = (
@@ -287,7 +287,7 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
             for s in plan.stages:
                 if s.rank == rank:  # the same parts of two layers are one tensor, as whole ones are
                     held.setdefault(s.shard or (0, 1), set()).update(range(s.first, s.stop))
-            out[rank] -= sum(costs.graph.weights_held_twice(layers) / parts for (_, parts), layers in held.items())
+            out[rank] -= sum(costs.graph.weights_held_twice(some) / parts for (_, parts), some in held.items())
     return out
 
 
