@@ -123,6 +123,11 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
     tag = file.get("format")
     if isinstance(tag, str):
         reader = FORMATS.get(tag.split("/")[0])
+        if reader is None and tag.startswith("octopipe.plan/"):
+            raise OctoPipeError(
+                f"{where}: this is a plan, not a model; give it as --plan (simulate, train), as --start (tune), or to "
+                "check, report, validate and export"
+            )
         if reader is None:
             known = ", ".join(sorted(FORMATS))
             raise OctoPipeError(

@@ -28,7 +28,7 @@ from octopipe.huggingface.examples import example_of, takes_more_than_tokens
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
 from octopipe.huggingface.media import ROWS, TOKENS
-from octopipe.huggingface.own_loss import own_loss, uses_its_loss_function
+from octopipe.huggingface.own_loss import own_loss, refuse_more_than, uses_its_loss_function
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.prediction_cut import MainWeights, PredictionCut
 from octopipe.huggingface.prediction_weights import PredictionStore
@@ -341,9 +341,11 @@ class _Cut:
         return (ends[0], *(sum(p.numel() for p in block.parameters()) for block in blocks), ends[1])
 
     def loss(self) -> CausalLoss:
-        if uses_its_loss_function(self.model):
-            return CausalLoss(self.model)
         tokens = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.long)}
+        if uses_its_loss_function(self.model):
+            loss = CausalLoss(self.model)
+            refuse_more_than(loss, self.model, self.anatomy.path, tokens, lambda _: self.anatomy.returns)
+            return loss
         return own_loss(self.model, self.anatomy.path, tokens, lambda _: self.anatomy.returns)
 
     def stacks(self) -> tuple[str, ...]:

@@ -64,6 +64,24 @@ def own_loss(model: nn.Module, paths: str | Sequence[str], example: Mapping[str,
     raise _refusal(model, "which is none of the usual ones")
 
 
+def refuse_more_than(
+    loss: CausalLoss, model: nn.Module, paths: str | Sequence[str], example: Mapping[str, Any], returns: Any
+) -> None:
+    """Raise an error if the model's forward computes another loss than its `loss_function`: it may add a term (z-loss),
+    which would be lost in a pipeline. A router's loss is no such term, because the pieces carry it along."""
+    try:
+        found, logits, labels = _asked(model, paths, example, returns)
+        mine = loss(logits, labels)
+    except Exception:  # a forward that cannot be run around placeholders names its loss function
+        return
+    if not torch.allclose(mine.double(), found.double(), rtol=1e-4, atol=1e-5):
+        raise OctoPipeError(
+            f"{type(model).__name__} adds to the loss of its loss_function in its forward (z-loss?), which a pipeline "
+            "would leave out; set that term's coefficient to zero, or give Pipeline a loss of your own (the last "
+            "layer's output are the logits)"
+        )
+
+
 def _refusal(model: nn.Module, why: str) -> OctoPipeError:
     return OctoPipeError(
         f"{type(model).__name__} computes its loss by hand in its forward, {why}; give Pipeline a loss of your own "

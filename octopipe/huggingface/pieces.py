@@ -10,7 +10,7 @@ A batch is a tensor of tokens or a dict with `input_ids` and any of `attention_m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +261,31 @@ class Head(nn.Module):
                 f"the head of {type(self.model).__name__} cannot be cut: it adds the routers' loss "
                 "(output_router_logits); use a plan with a whole head"
             )
-        return linear_shard(self, out, number, count)
+        shard = linear_shard(self, out, number, count)
+        if not out.weight.is_meta and not self._agrees(shard, out.weight.device):
+            raise OctoPipeError(
+                f"the head of {type(self.model).__name__} cannot be cut: what follows its projection depends on the "
+                "whole vocabulary (it leaves out or masks a part of it); use a plan with a whole head"
+            )
+        return shard
+
+    def _agrees(self, shard: nn.Module, device: torch.device) -> bool:
+        """Whether the logits of a shard are those of the whole head, for some random hidden states."""
+        ids = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
+        self._stand_ins_on(device)
+        with torch.no_grad():
+            leaves, _, at = collect(self.model, self._answers, 1, self._anatomy.returns, ids)[0]
+            drawn = torch.randn(leaves[at].shape, generator=torch.Generator().manual_seed(0))
+            hidden = drawn.to(device=device, dtype=leaves[at].dtype)
+            whole, part = self(hidden), shard(hidden)
+        start, cut = int(shard.shard_start), cast("dict[str, int]", shard.cut_parameters)  # type: ignore[arg-type]
+        name, words = next(iter(cut.items()))
+        wanted = whole[..., start : start + shard.get_parameter(name).shape[0]]
+        if whole.shape[-1] != words:  # also refused by the ranks whose own part is complete
+            return False
+        # Products of other sizes round differently.
+        close = {"rtol": 2e-2, "atol": 2e-2 * float(wanted.abs().float().median())}
+        return part.shape == wanted.shape and torch.allclose(part.float(), wanted.float(), equal_nan=True, **close)
 
     def _placeholders_on(self, device: torch.device) -> None:
         placeholders_on(self.model, self._missing, device)

@@ -152,11 +152,17 @@ def _problems(
         if (a, b) in seen:
             yield f"path {number} has the edge [{a}, {b}] twice; keep one"
         seen.add((a, b))
+        if stages[a][1] > stages[b][0]:
+            yield (
+                f"path {number}: edge [{a}, {b}] leads from layer {stages[a][1] - 1} to layer {stages[b][0]}; layers "
+                "are numbered so that none needs a later one: let edges lead to higher layers"
+            )
     touched = {s for edge in path_edges for s in edge}
     for s in route:
         if len(route) > 1 and s not in touched:
             yield f"path {number}: stage {s} is not connected; add an edge or leave it out"
     yield from _layers_once(number, route, stages)
+    yield from _shards_apart(number, route, path_edges, stages)
 
 
 def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Edge | None]]) -> Iterator[str]:
@@ -175,8 +181,46 @@ def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, 
                 return
             whole[layer] = s
     for (first, stop), held in parts.items():
-        if sorted(held) != [(k, held[0][1]) for k in range(held[0][1])]:
+        count = held[0][1]  # anyone's number: compare it before making a list of that length
+        if len(held) != count or sorted(held) != [(k, count) for k in range(count)]:
             yield (
                 f"path {number}: layers [{first}, {stop}) have the shards {[list(k) for k in sorted(held)[:6]]}; "
-                f"each of the {held[0][1]} must be there once"
+                f"each of the {count} must be there once"
+            )
+
+
+def _shards_apart(
+    number: int, route: Sequence[int], path_edges: Sequence[Edge], stages: Sequence[tuple[int, int, Edge | None]]
+) -> Iterator[str]:
+    """Yield a problem if shards of one layer are given different inputs, or not all of their outputs are added up.
+
+    A shard's output alone is a part of the layer's, so nothing may take it without the others.
+    """
+    beside: tuple[dict[int, set[int]], dict[int, set[int]]] = ({s: set() for s in route}, {s: set() for s in route})
+    for a, b in path_edges:
+        beside[0][b].add(a)
+        beside[1][a].add(b)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for s in route:
+        if stages[s][2] is not None:
+            groups.setdefault(stages[s][:2], []).append(s)
+    for (first, stop), held in groups.items():
+        for near, what in zip(beside, ("take their input from", "hand their output to"), strict=True):
+            other = next((s for s in held if near[s] != near[held[0]]), None)
+            if other is not None:
+                yield (
+                    f"path {number}: stages {held[0]} and {other} are shards of layers [{first}, {stop}) but {what} "
+                    f"different stages, {sorted(near[held[0]])[:6]} and {sorted(near[other])[:6]}; give both the same"
+                )
+                return
+        if not beside[1][held[0]]:
+            yield (
+                f"path {number} ends with the shards of layers [{first}, {stop}); let them meet in a stage "
+                f"[{stop}, {stop}), which computes the loss"
+            )
+        mixed = next((s for s in sorted(beside[1][held[0]]) if beside[0][s] != set(held)), None)
+        if mixed is not None:
+            yield (
+                f"path {number}: stage {mixed} takes the sum of the shards of layers [{first}, {stop}) together with "
+                "outputs of other stages; use a plan in which these layers are whole"
             )

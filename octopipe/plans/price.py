@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -251,15 +251,28 @@ def offload_bytes(plan: Plan, costs: CostTable) -> Array:
     return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.after_forward, 0.0)
 
 
+def first_held(plan: Plan, stages: Iterable[int]) -> list[NDArray[np.int64]]:
+    """Return, for each of these stages, those of its layers that no stage before it in this sequence holds on the same
+    rank: a rank has a layer's weights once, however many of its stages run the layer."""
+    held: dict[tuple[int, tuple[int, int] | None], NDArray[np.bool_]] = {}
+    out = []
+    for s in stages:
+        stage, layers = plan.stages[s], _layers(plan.stages[s])
+        known = held.setdefault((stage.rank, stage.shard), np.zeros(plan.num_layers, bool))
+        out.append(layers[~known[layers]])
+        known[layers] = True
+    return out
+
+
 def static_bytes(plan: Plan, costs: CostTable) -> Array:
     """Return the bytes of weights, gradients and optimizer state per rank.
 
-    A replicated stage counts on each of its ranks. Weights that layers share (a tied head and the embedding) count once
-    on a rank that holds several of these layers.
+    A replicated stage counts on each of its ranks, and a layer that several stages of a rank hold counts once. Weights
+    that layers share (a tied head and the embedding) count once on a rank that holds several of these layers.
     """
     out = np.zeros(plan.num_ranks)
-    for stage in plan.stages:
-        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * part_of(stage)
+    for stage, layers in zip(plan.stages, first_held(plan, range(len(plan.stages))), strict=True):
+        out[stage.rank] += costs.static_bytes[layers].sum() * part_of(stage)
     if costs.tied_bytes:
         # A part of the embedding and the same part of the head are one tensor, as the whole ones are.
         first, last = (
@@ -274,7 +287,7 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
             for s in plan.stages:
                 if s.rank == rank:  # the same parts of two layers are one tensor, as whole ones are
                     held.setdefault(s.shard or (0, 1), set()).update(range(s.first, s.stop))
-            out[rank] -= sum(costs.graph.weights_held_twice(layers) / parts for (_, parts), layers in held.items())
+            out[rank] -= sum(costs.graph.weights_held_twice(some) / parts for (_, parts), some in held.items())
     return out
 
 

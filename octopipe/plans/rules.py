@@ -17,7 +17,7 @@ from octopipe.base.graph import find_cycle
 from octopipe.base.limits import plan_too_large
 from octopipe.plans.op import KINDS, B, F, I, Op, R, W, with_rank_order
 from octopipe.plans.pair_rules import pair_problems
-from octopipe.plans.paths import path_problems, too_many_edges
+from octopipe.plans.paths import Edge, path_problems, too_many_edges
 
 if TYPE_CHECKING:
     from octopipe.plans.plan import Plan
@@ -77,7 +77,7 @@ def _structure_problems(plan: Plan) -> list[str]:
     for i in range(len(plan.stages)):
         if i not in used:
             out.append(f"stage {i} is on no route; add it to a route or remove it")
-    return (out or _layers_nowhere(plan))[:MAX_PROBLEMS]
+    return (out or _layers_nowhere(plan) or _held_differently(plan))[:MAX_PROBLEMS]
 
 
 def _layers_nowhere(plan: Plan) -> list[str]:
@@ -87,6 +87,30 @@ def _layers_nowhere(plan: Plan) -> list[str]:
         held[s.first : s.stop] = True
     gone = np.flatnonzero(~held)
     return [f"no stage holds layer {gone[0]} of {plan.num_layers}; add it to a stage of a path"] if gone.size else []
+
+
+def _held_differently(plan: Plan) -> list[str]:
+    """Return the problem of layers that some paths split and others do not, or that are split twice: their gradients
+    could not be summed, because every row of a split layer exists once."""
+    held: dict[int, dict[Edge | None, tuple[int, int]]] = {}
+    for i, s in enumerate(plan.stages if plan.shards() else ()):
+        for layer in range(s.first, s.stop):
+            known = held.setdefault(layer, {})
+            count, rank = (None if s.shard is None else s.shard[1]), s.rank
+            other = next((k for k in known if (None if k is None else k[1]) != count), s.shard)
+            if other != s.shard:
+                how = ["whole" if k is None else f"in {k[1]} shards" for k in (other, s.shard)]
+                return [
+                    f"layer {layer} is {how[0]} in stage {known[other][1]} and {how[1]} in stage {i}; split it alike "
+                    "on all paths"
+                ]
+            if s.shard is not None and known.setdefault(s.shard, (rank, i))[0] != rank:
+                return [
+                    f"stages {known[s.shard][1]} and {i} are the same shard of layer {layer} on ranks "
+                    f"{known[s.shard][0]} and {rank}; keep every shard on one rank"
+                ]
+            known.setdefault(s.shard, (rank, i))
+    return []
 
 
 def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:
@@ -113,8 +137,15 @@ def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str
 
 def _loss_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:
     """Return the problems of stages without layers: such a stage must end the path, and take all shards of the layer
-    before it and nothing else."""
+    before it and nothing else. A layer has one such stage at most."""
     edges = plan.edges[number] if plan.edges else ()
+    behind: dict[int, list[int]] = {}
+    for s in route:
+        if plan.stages[s].first == plan.stages[s].stop:
+            behind.setdefault(plan.stages[s].stop, []).append(s)
+    for layer, found in behind.items():
+        if len(found) > 1:
+            return [f"path {number}: stages {found[:6]} all compute the loss of layer {layer - 1}; keep one"]
     for s in route:
         layer = plan.stages[s].stop - 1
         if plan.stages[s].first <= layer:

@@ -21,7 +21,6 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.layer_graph import LayerGraph
 from octopipe.costs.table import CostTable
 from octopipe.plans.branches import chain_of, check_connections
-from octopipe.plans.paths import edges_of
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.ranks.world import World
@@ -39,28 +38,11 @@ def program_of(
         raise OctoPipeError(f"the plan has {checked.num_ranks} ranks, the process group {num_ranks}; use as many")
     if num_layers != checked.num_layers:
         raise OctoPipeError(f"{num_layers} layers for a plan of {checked.num_layers}; use the plan's own model")
-    if checked.forks:
-        _check_shards(checked)
     if takes or (takes is not None and checked.forks):
         check_connections(checked, LayerGraph(takes=takes) if takes else chain_of(num_layers))
     if isinstance(plan, Program):
         return plan
     return lower(checked, lowering_costs(checked) if costs is None else costs, channel=channel, check=False)
-
-
-def _check_shards(plan: Plan) -> None:
-    """Raise an error if a stage takes only some shards of a layer, which are no sum yet, or other inputs besides."""
-    for number, route in enumerate(plan.routes):
-        for s in route:
-            into = [a for a, b in edges_of(plan.routes, plan.edges, number) if b == s]
-            shards = [plan.stages[a] for a in into if plan.stages[a].shard is not None]
-            parts = {(one.first, one.stop, one.shard[1]) for one in shards if one.shard is not None}
-            if shards and not (len(parts) == 1 and len(into) == len(shards) == next(iter(parts))[2]):
-                raise OctoPipeError(
-                    f"path {number}: stage {s} takes the outputs of stages {into}, among them shards of layers "
-                    f"[{shards[0].first}, {shards[0].stop}); let it take all shards of one layer, whose outputs are "
-                    "added, and nothing else"
-                )
 
 
 def agreed_program(world: World, program: Program, *, lowered_here: bool, prove: bool = True) -> Program:

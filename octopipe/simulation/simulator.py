@@ -1,7 +1,7 @@
 """The simulator: Program + CostTable -> Timeline, with exact event times.
 
-Knows: when every op and transfer of a program starts and ends, what each rank holds in memory over time, and what
-follows the pipeline (gradient reduction, optimizer). Does not know: where a plan comes from.
+Knows: when every op and transfer of a program starts and ends, and what each rank holds in memory over time. Does not
+know: where a plan comes from, or what follows the last op (`after_pipeline.py`).
 
 A program is a graph (see lowering.py): every op and transfer starts when its predecessors have ended, so one
 topological pass gives exact times.
@@ -9,7 +9,6 @@ topological pass gives exact times.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.graph import topological_order
 from octopipe.base.limits import checked_seed
-from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
 from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import KINDS, B, F, I, Plan, R, W, route_neighbours
@@ -27,16 +25,16 @@ from octopipe.plans.price import (
     boundary_bytes,
     hop_times,
     match,
-    part_of,
     stage_memory,
     static_bytes,
     workspace_bytes,
 )
 from octopipe.simulation import engine as _engine
+from octopipe.simulation.after_pipeline import after_pipeline
 from octopipe.simulation.host_moves import HostMoves, memory_times
 from octopipe.simulation.lanes import lane_spans
 from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together, prove_deadlock_free
-from octopipe.simulation.timeline import Extra, HostSpans, MemoryCurve, Spans, Timeline, Transfers
+from octopipe.simulation.timeline import HostSpans, MemoryCurve, Spans, Timeline, Transfers
 from octopipe.simulation.timing import FOR_F
 
 Floats = NDArray[np.float64]
@@ -348,99 +346,6 @@ def _add_tensors_between_stages(
         size = out_bytes[t.stage[made], t.micro_batch[made]]
         add(t.rank[made], spans.end_ms[made], size)
         add(t.rank[made], last_use[made], -size)
-
-
-def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
-    """Ring all-reduce: every byte crosses the link 2(n-1)/n times; latency grows with the tree depth."""
-    if members <= 1 or nbytes <= 0:
-        return 0.0
-    return 2 * math.ceil(math.log2(members)) * link.latency_ms + 2 * (members - 1) / members * nbytes * link.ms_per_byte
-
-
-def _tied_holders(plan: Plan, costs: CostTable) -> tuple[int, ...]:
-    """Return the ranks that hold weights shared by a tied head and the embedding, whose gradients must be summed.
-    Shards of a cut head do not count: every rank holds other rows, and each row exists once."""
-    if not costs.tied_bytes:
-        return ()
-    ends = [s for s in plan.stages if s.shard is None and (s.first == 0 or s.stop == plan.num_layers > s.first)]
-    return tuple(sorted({s.rank for s in ends}))
-
-
-def _shared_sums(plan: Plan, costs: CostTable, done: Floats) -> dict[int, list[tuple[float, float]]]:
-    """Return, per rank, when the gradients of weights that layers on several ranks share are complete, and how long
-    their all-reduce takes, both in milliseconds."""
-    out: dict[int, list[tuple[float, float]]] = {}
-    for layers, held in () if costs.graph is None else costs.graph.shared:
-        # Every rank holds other rows of a cut head.
-        whole = [(s, stage) for s, stage in enumerate(plan.stages) if stage.shard is None]
-        mine = [s for s, stage in whole if any(stage.first <= k < stage.stop for k in layers)]
-        ranks = sorted({plan.stages[s].rank for s in mine})
-        ready = float(max((done[s] for s in mine), default=0.0))
-        part = [costs.gradient_bytes[k] / costs.static_bytes[k] for k in layers if costs.static_bytes[k] > 0]
-        nbytes = float(held * min(part, default=0.0))
-        for rank in ranks if len(ranks) > 1 else ():
-            link = costs.sum_link(rank, next(r for r in ranks if r != rank))
-            took = _all_reduce_ms(nbytes, len(ranks), link)
-            if took > 0:
-                out.setdefault(rank, []).append((ready, took))
-    return out
-
-
-def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
-    """Return the reductions of gradients, each of which starts when its last weight gradient is complete and the rank's
-    reduction before it has ended, and then the optimizer of every rank."""
-    done = np.zeros(len(plan.stages))
-    weights = (spans.kind == W) | (spans.kind == B)
-    np.maximum.at(done, spans.stage[weights], spans.end_ms[weights])
-    replicas = plan.replicas()
-    # A replicated stage is ready when all its copies are; sorting by that gives every holder the same order.
-    ready_at = done.copy()
-    first, stop = (np.array([getattr(stage, name) for stage in plan.stages]) for name in ("first", "stop"))
-    for s, stage in enumerate(plan.stages if replicas else ()):
-        ready_at[s] = done[(first < stage.stop) & (stage.first < stop)].max()
-    held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
-    for s, stage in enumerate(plan.stages):
-        held[stage.rank].append(s)
-    tied, tied_ready = _tied_holders(plan, costs), 0.0
-    if len(tied) > 1:
-        tied_ready = float(max(done[s] for s, x in enumerate(plan.stages) if x.first == 0 or x.stop == plan.num_layers))
-    shared = _shared_sums(plan, costs, done)
-    extras = []
-    for rank in range(plan.num_ranks):
-        clock = 0.0
-        mine = sorted(held[rank], key=lambda s: (ready_at[s], plan.stages[s].first))
-        for s in mine:
-            stage = plan.stages[s]
-            nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum()) * part_of(stage)
-            holders = replicas.get(stage.first, (rank,)) if stage.shard is None else (rank,)
-            ready, took = ready_at[s], 0.0
-            if len(holders) > 1:
-                other = next(h for h in holders if h != rank)
-                took += _all_reduce_ms(nbytes, len(holders), costs.sum_link(rank, other))
-            took += _all_reduce_ms(nbytes, costs.data_parallel, costs.reduction)
-            if took > 0:
-                begin = max(clock, ready)
-                clock = begin + took
-                extras.append(Extra(f"reduce stage {s}", rank, begin, clock))
-        if rank in tied and len(tied) > 1:
-            nbytes = float(min(costs.gradient_bytes[0], costs.gradient_bytes[-1]))
-            took = _all_reduce_ms(nbytes, len(tied), costs.sum_link(rank, next(r for r in tied if r != rank)))
-            if took > 0:
-                begin = max(clock, tied_ready)
-                clock = begin + took
-                extras.append(Extra("reduce tied weights", rank, begin, clock))
-        for ready, took in shared.get(rank, ()):
-            begin = max(clock, ready)
-            clock = begin + took
-            extras.append(Extra("reduce shared weights", rank, begin, clock))
-        update = sum(
-            float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) * part_of(plan.stages[s])
-            for s in mine
-        )
-        if update > 0:
-            begin = max([clock, *(float(done[s]) for s in mine)])
-            extras.append(Extra("optimizer", rank, begin, begin + update * costs.slowdown(rank)))
-    return tuple(extras)
 
 
 __all__ = [

@@ -365,6 +365,22 @@ def test_what_cannot_be_cut_says_why_in_one_line(case: str, tmp_path: Path) -> N
     assert "\n" not in str(error.value)
 
 
+def test_a_loss_to_which_the_forward_adds_a_term_is_refused() -> None:
+    """Bamba's z-loss is of the logits: the model's loss function does not know it."""
+    assert layers(tiny_config("bamba", z_loss_coefficient=0.0)).loss_fn.function is not None
+    with pytest.raises(OctoPipeError, match="BambaForCausalLM adds to the loss of its loss_function"):
+        _ = layers(tiny_config("bamba", z_loss_coefficient=0.1)).loss_fn
+
+
+def test_a_head_that_leaves_a_part_of_the_vocabulary_out_is_not_cut() -> None:
+    """Inkling's padding words have no logits; a shard would take its own words for the first of the vocabulary."""
+    assert layers(tiny_config("inkling_text", unpadded_vocab_size=None))[-1]().vocabulary_shard(1, 2).shard_start == 48
+    head = layers(tiny_config("inkling_text", unpadded_vocab_size=90))[-1]()
+    for number in range(2):
+        with pytest.raises(OctoPipeError, match="depends on the whole vocabulary"):
+            head.vocabulary_shard(number, 2)
+
+
 def test_a_body_that_is_no_list_of_layers_is_refused() -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2

@@ -170,3 +170,10 @@ def test_a_file_that_is_no_model_is_named(tmp_path, times):
         resolve_costs(times, pp=5)
     with pytest.raises(OctoPipeError, match="micro_batch_tokens"):
         resolve_costs(times, pp=2, micro_batch_tokens=[1, 2])
+
+
+def test_a_plan_given_as_a_model_says_where_plans_are_given(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "octopipe.plan/2", "num_layers": 1}))
+    with pytest.raises(OctoPipeError, match="this is a plan, not a model; give it as --plan"):
+        resolve_costs(str(path), pp=2)

@@ -89,32 +89,30 @@ def random_plan(
 
 
 def random_graph_plan(rng: random.Random) -> Plan:
-    """A plan whose paths are random graphs over stages, some of which are shards, in a random order."""
+    """A plan whose paths are random graphs over stages, some of which are shards, in a random order. The shards of a
+    layer take the same inputs, and their outputs meet."""
     ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 4)
     stages: list[Stage] = []
+    blocks: list[list[int]] = []  # a whole stage, or all shards of some layers
     layers = 0
     for _ in range(rng.randint(2, 5)):
         parts = rng.choice((1, 1, 1, 2, 3))
         width = rng.randint(1, 2)
+        blocks.append(list(range(len(stages), len(stages) + parts)))
         for k in range(parts):
             shard = (k, parts) if parts > 1 else None
             stages.append(Stage(first=layers, stop=layers + width, rank=rng.randrange(ranks), shard=shard))
         layers += width
+    if stages[-1].shard is not None:  # a split head: its shards meet in the loss
+        blocks.append([len(stages)])
+        stages.append(Stage(first=layers, stop=layers, rank=rng.randrange(ranks)))
     paths, edges = [], []
-    everything = list(range(len(stages)))
     for number in range(rng.choice((1, 2))):
-        members = everything
-        if number:  # a second path may leave whole layers out, as a micro-batch without an image does
-            gone = rng.choice(stages).first
-            members = [s for s in everything if stages[s].first != gone] or everything
-        arrows = set()
-        for at, s in enumerate(members[1:], 1):
-            arrows |= {(before, s) for before in rng.sample(members[:at], min(at, rng.choice((1, 1, 2, 3))))}
-        for s in members[:-1]:
-            if not any(s in arrow for arrow in arrows):
-                arrows.add((s, members[-1]))
-        paths.append(tuple(members))
-        edges.append(tuple(sorted(arrows)))
+        members = list(blocks)
+        if number and len(members) > 2:  # a second path may leave whole layers out, as a micro-batch without an image
+            members.remove(rng.choice(members[:-2]))
+        paths.append(tuple(s for block in members for s in block))
+        edges.append(_random_edges(rng, stages, members))
     route_of = tuple(rng.randrange(len(paths)) for _ in range(micro_batches))
     needs: dict[Op, set[Op]] = {}
     for m in range(micro_batches):
@@ -136,11 +134,25 @@ def random_graph_plan(rng: random.Random) -> Plan:
         route_of_micro_batch=route_of,
     )
     used = {s for path in plan.routes for s in path}
-    assert used == set(everything)
+    assert used == set(range(len(stages)))
     plan.check()
     for op in needs:
         assert set(plan.predecessors(op)) == needs[op]
     return plan
+
+
+def _random_edges(rng: random.Random, stages: list[Stage], members: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    """Random edges between the blocks of a path. What takes the shards of a layer takes nothing else."""
+    arrows: list[tuple[int, int]] = []
+    for at, block in enumerate(members[1:], 1):
+        some = rng.sample(members[:at], min(at, rng.choice((1, 1, 2, 3))))
+        split = [one for one in some if len(one) > 1]
+        if len(members[at - 1]) > 1 or stages[block[0]].first == stages[block[0]].stop:
+            some = [members[at - 1]]
+        elif split:
+            some = split[:1]
+        arrows += [(a, b) for one in some for a in one for b in block]
+    return tuple(sorted(arrows))
 
 
 def random_costs(rng: random.Random, plan: Plan, *, zeros: bool = True) -> CostTable:

@@ -147,7 +147,8 @@ def _peaks(plan, costs, times, arrived, consumers):  # type: ignore[no-untyped-d
                 held[to].append((arrived[op, c][0], until, size))
     peaks = {}
     for r in range(plan.num_ranks):
-        static = sum(sum(costs.static_bytes[s.first : s.stop]) for s in plan.stages if s.rank == r)
+        layers = {k for s in plan.stages if s.rank == r for k in range(s.first, s.stop)}  # a rank has each once
+        static = sum(costs.static_bytes[k] for k in layers)
         points = sorted({t for a, b, _ in held[r] for t in (a, b)})
         middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
         peaks[r] = static + max([sum(x for a, b, x in held[r] if a < t < b) for t in middles], default=0.0)

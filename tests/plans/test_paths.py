@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -107,6 +108,10 @@ def test_a_chain_written_as_a_path_is_the_chain() -> None:
         (((0, 1), (0, 2), (1, 3), (2, 3), (2, 3)), "twice"),
         (((0, 1), (0, 2), (1, 9)), "not on the path"),
         (((0, 1), (1, 3)), "is not connected"),
+        (((0, 1), (1, 3), (2, 3)), "take their input from different stages, [0] and []"),
+        (((0, 1), (0, 2), (1, 3)), "hand their output to different stages, [3] and []"),
+        (((0, 1), (0, 2)), "stage 3 is not connected"),
+        (((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)), "together with outputs of other stages"),
     ],
 )
 def test_wrong_paths_are_named(edges: tuple[tuple[int, int], ...], words: str) -> None:
@@ -123,6 +128,48 @@ def test_shards_must_be_complete_and_need_arrows() -> None:
         text = msgspec.json.decode(plan_to_json(plan))
         text["paths"] = [{"edges": [[0, 1], [1, 0]]}]
         plan_from_json(msgspec.json.encode(text))
+
+
+def test_a_huge_number_of_shards_is_refused_at_once() -> None:
+    plan = cut_head()
+    many = (plan.stages[0], *(replace(plan.stages[k], shard=(k - 1, 10**18)) for k in (1, 2)), plan.stages[3])
+    assert "must be there once" in replace(plan, stages=many).problems()[0]
+
+
+def cut_last(*more: Stage, edges: tuple[tuple[int, int], ...]) -> Plan:
+    """A body, a last layer in two shards, and further stages; the paths are not checked."""
+    plan = cut_head()
+    stages = (*plan.stages[:3], *more)
+    return replace(plan, num_layers=2, stages=stages, routes=(tuple(range(len(stages))),), edges=(edges,))
+
+
+def test_the_shards_of_a_head_meet_in_one_loss() -> None:
+    loss = Stage(first=2, stop=2, rank=1)
+    fork = ((0, 1), (0, 2))
+    assert not any("loss" in p for p in cut_last(loss, edges=(*fork, (1, 3), (2, 3))).problems())
+    assert "let them meet in a stage [2, 2), which computes the loss" in cut_last(edges=fork).problems()[0]
+    twice = cut_last(loss, loss, edges=(*fork, (1, 3), (2, 3), (1, 4), (2, 4)))
+    assert "stages [3, 4] all compute the loss of layer 1" in twice.problems()[0]
+
+
+def test_edges_lead_to_higher_layers() -> None:
+    stages = (Stage(first=1, stop=2, rank=0), Stage(first=0, stop=1, rank=0))
+    orders = parse_orders([["0F0", "1F0", "1B0", "0B0"]])
+    plan = Plan(num_layers=2, num_ranks=1, num_micro_batches=1, stages=stages, orders=orders, edges=(((0, 1),),))
+    assert "edge [0, 1] leads from layer 1 to layer 0" in plan.problems()[0]
+
+
+def test_a_layer_is_split_alike_on_all_paths_and_each_shard_is_on_one_rank() -> None:
+    plan = cut_head()
+    paths: Any = {"num_micro_batches": 2, "route_of_micro_batch": (0, 1), "num_ranks": 4, "orders": ((),) * 4}
+    whole = (*plan.stages, Stage(first=1, stop=2, rank=2))
+    arrows: tuple[tuple[int, int], ...] = ((0, 4), (4, 3))
+    found = replace(plan, **paths, stages=whole, routes=(*plan.routes, (0, 4, 3)), edges=(*plan.edges, arrows))
+    assert "layer 1 is in 2 shards in stage 1 and whole in stage 4" in found.problems()[0]
+    again = (*plan.stages, *(Stage(first=1, stop=2, rank=2 + k, shard=(k, 2)) for k in range(2)))
+    arrows = ((0, 4), (0, 5), (4, 3), (5, 3))
+    found = replace(plan, **paths, stages=again, routes=(*plan.routes, (0, 4, 5, 3)), edges=(*plan.edges, arrows))
+    assert "stages 1 and 4 are the same shard of layer 1 on ranks 0 and 2" in found.problems()[0]
 
 
 def test_a_layer_that_no_stage_holds_is_named() -> None:

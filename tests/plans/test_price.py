@@ -24,7 +24,7 @@ from octopipe.plans.price import (
     workspace_bytes,
 )
 from octopipe.search.systems import build_plan
-from octopipe.simulation.simulator import _all_reduce_ms
+from octopipe.simulation.after_pipeline import all_reduce_ms
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_all_reduce_crosses_the_link_twice_less_one_share(nbytes: float, memb
     link = Link(latency_ms=2.0, ms_per_byte=3e-6)
     levels = {1: 0, 2: 1, 4: 2}[members]
     want = 0.0 if members == 1 or nbytes == 0 else 2 * levels * 2.0 + 2 * (members - 1) / members * nbytes * 3e-6
-    assert _all_reduce_ms(nbytes, members, link) == pytest.approx(want)
+    assert all_reduce_ms(nbytes, members, link) == pytest.approx(want)
 
 
 def sized(costs: CostTable, values: np.ndarray, layers: list[int], m: int) -> float:

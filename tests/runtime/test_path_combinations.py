@@ -21,7 +21,7 @@ from octopipe.costs.cluster.hardware import Link  # noqa: E402
 from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.plans.branches import along_graph  # noqa: E402
-from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.plans.plan import Plan  # noqa: E402
 from octopipe.runtime.nn.head import cross_entropy  # noqa: E402
 from octopipe.runtime.path_losses import PathLosses  # noqa: E402
 from octopipe.runtime.stages.shards import MeanCrossEntropy  # noqa: E402
@@ -233,7 +233,7 @@ def refused_edges(world: Any, plans: Mapping[str, Plan]) -> dict[str, str]:
     for name, plan in plans.items():
         layers, losses = forked()
         with pytest.raises(OctoPipeError) as caught:
-            Pipeline(Known(layers) if name != "shards" else layers, plan, losses, group=world, timeout_s=PATIENCE_S)
+            Pipeline(Known(layers), plan, losses, group=world, timeout_s=PATIENCE_S)
         out[name] = str(caught.value)
     return out
 
@@ -245,19 +245,9 @@ def test_edges_that_make_another_model_of_the_layers_are_refused_on_every_rank()
     swapped = [*(edge for edge in plan.edges[0] if edge[1] != joined), *reversed(into)]
     plans = {"swapped": replace(plan, edges=(tuple(swapped),)).check()}
     plans["chain"] = build_plan("1f1b", costs().replace(graph=None), 2, COUNT)
-    # The embedding's second part goes to the prediction layer alone, its first part to the first block alone.
-    parts = [Stage(first=0, stop=1, rank=0, shard=(k, 2)) for k in range(2)]
-    stages = (*parts, *(Stage(first=k, stop=k + 1, rank=k % 2) for k in range(1, 7)))
-    edges = ((0, 2), (2, 3), (3, 4), (4, 5), (1, 6), (4, 6), (6, 7))
-    ops = [*(Op(s, "F", 0) for s in range(8)), *(Op(s, "B", 0) for s in reversed(range(8)))]
-    orders = tuple(tuple(op for op in ops if stages[op.stage].rank == rank) for rank in range(2))
-    plans["shards"] = Plan(
-        num_layers=7, num_ranks=2, num_micro_batches=1, stages=stages, orders=orders, edges=(edges,)
-    ).check()
     for words in shared_ranks(2).run(refused_edges, plans):
         assert "from stages [2, 0], but layer 5 takes the outputs of layers [0, 3]" in words["swapped"]
         assert "layer 1 must begin a stage" in words["chain"]
-        assert "let it take all shards of one layer" in words["shards"]
 
 
 def known(world: Any, plan: Plan) -> float:

@@ -27,8 +27,10 @@ def redone(rng: random.Random, plan: Plan) -> Plan:
     """The plan with some stages that recompute, and some that may offload."""
     stages = []
     for stage in plan.stages:
-        again = rng.choice((False, False, True, (rng.randrange(stage.first, stage.stop),)))
-        stages.append(replace(stage, recompute=again, offload=not again and rng.random() < 0.5))
+        some = rng.randrange(stage.first, max(stage.stop, stage.first + 1))
+        again = stage.first < stage.stop and rng.choice((False, False, True, (some,)))
+        offload = stage.first < stage.stop and not again and rng.random() < 0.5
+        stages.append(replace(stage, recompute=again, offload=offload))
     orders = [
         [new for op in order for new in ((Op(op.stage, "R", op.micro_batch), op) if op.kind in "IB" else (op,))]
         for order in plan.orders

@@ -45,10 +45,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
+from octopipe.simulation.after_pipeline import all_reduce_ms
 from octopipe.simulation.bounds.cut import with_cut_ends, with_least_work
 from octopipe.simulation.bounds.loads import assignable, steps_of
 from octopipe.simulation.bounds.ramp import Ramp
-from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
 
 Array = NDArray[np.float64]
 _MAX_STEPS = 6e6
