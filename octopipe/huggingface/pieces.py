@@ -272,7 +272,7 @@ class Head(nn.Module):
     def _agrees(self, shard: nn.Module, device: torch.device) -> bool:
         """Whether the logits of a shard are those of the whole head, for some random hidden states."""
         ids = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=device)}
-        self._stand_ins_on(device)
+        self._placeholders_on(device)
         with torch.no_grad():
             leaves, _, at = collect(self.model, self._answers, 1, self._anatomy.returns, ids)[0]
             drawn = torch.randn(leaves[at].shape, generator=torch.Generator().manual_seed(0))
