@@ -393,5 +393,5 @@ def test_arrays_of_another_byte_order_and_places_that_are_not_aligned() -> None:
 
 
 def test_whole_numbers_that_do_not_fit_are_an_error() -> None:
-    with pytest.raises(OverflowError, match="64 bits"):
+    with pytest.raises(OverflowError, match="64-bit integers"):
         njit(made("def program(a):\n    return a\n", "huge"))(1 << 70)

@@ -223,7 +223,7 @@ def as_plain(type_: Type) -> Any:
     """Return a type as values that JSON can represent.
 
     >>> from_plain(as_plain(Tuple((INT, Array("bool", 2)), ("a", "b"))))
-    Tuple(parts=('int', Array(item='bool', ndim=2)), names=('a', 'b'))
+    Tuple(parts=('int', Array(item='bool', ndim=2, origins=frozenset())), names=('a', 'b'))
     """
     if isinstance(type_, Array):
         return {"item": type_.item, "ndim": type_.ndim}

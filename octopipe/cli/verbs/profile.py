@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.base.display import duration
 from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
-from octopipe.cli.verbs.recorded import settings_of
 from octopipe.cli.verbs.runnable import (
     add_encoder_arguments,
     add_kernel_arguments,
@@ -25,6 +24,7 @@ from octopipe.cli.verbs.runnable import (
     is_hf_config,
     model_of,
     needs_torch,
+    settings_of,
 )
 from octopipe.cli.verbs.screen import LINE_EVERY_S
 from octopipe.cli.verbs.text import counted

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
+from octopipe.cli.verbs.runnable import settings_of
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
@@ -70,13 +71,6 @@ def check_layers(profile: Profile, spec: Any, where: str) -> None:
                     f"{where} was measured on another model: {key} is {brief(settings.get(key))} there and "
                     f"{brief(mine.get(key))} in {spec.name}; profile this model"
                 )
-
-
-def settings_of(spec: Any) -> dict[str, Any]:
-    """Return what determines the computation of layers besides their number of parameters (heads, windows,
-    experts per token), as a profile records it. Empty for octopipe's own layers, which a recipe's flags determine."""
-    settings = getattr(spec, "settings", None)
-    return {} if settings is None else dict(settings())
 
 
 def _check_values(recipe: dict[str, Any], where: str) -> None:

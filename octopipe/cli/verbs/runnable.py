@@ -245,3 +245,10 @@ def needs_torch() -> Iterator[None]:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise
         raise OctoPipeError(f'this needs PyTorch ({error}); pip install "octopipe[torch]"') from None
+
+
+def settings_of(spec: Any) -> dict[str, Any]:
+    """Return what determines the computation of layers besides their number of parameters (heads, windows,
+    experts per token), as a profile records it. Empty for octopipe's own layers, which a recipe's flags determine."""
+    settings = getattr(spec, "settings", None)
+    return {} if settings is None else dict(settings())
