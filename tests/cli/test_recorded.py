@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("torch")
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli.verbs.recorded import recorded_workload
-from octopipe.cli.verbs.runnable import settings_of
-from octopipe.cli.verbs.runnable import model_of
+from octopipe.cli.verbs.runnable import model_of, settings_of
 from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile, load_profile
 from octopipe.costs.table import CostTable
