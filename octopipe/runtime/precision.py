@@ -335,7 +335,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
 
 def _version(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
+    """Return what changes when a parameter is written to or gets other memory. Subclasses may have no address."""
+    return parameter._version, parameter.data_ptr() if type(parameter) in (Tensor, nn.Parameter) else 0
 
 
 def _differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:

@@ -95,8 +95,10 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     for rank in range(plan.num_ranks):
         clock = update = 0.0
         mine = sorted(held[rank], key=lambda s: (ready_at[s], plan.stages[s].first))
-        for s, layers in zip(mine, first_held(plan, mine), strict=True):
-            stage = plan.stages[s]
+        # By the order of the stages, not of their times: a stage's reduction is as long whatever ops take.
+        counted = dict(zip(held[rank], first_held(plan, held[rank]), strict=True))
+        for s in mine:
+            stage, layers = plan.stages[s], counted[s]
             took = 0.0
             for holders, some in _by_holders(layers, {} if stage.shard is not None else replicas):
                 other = next(h for h in holders if h != rank)

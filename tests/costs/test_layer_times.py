@@ -77,7 +77,7 @@ def change(**keys):
 
 
 BAD = {
-    "empty": ("", ["JSON"]),
+    "empty": ("", ["is empty"]),
     "truncated": (json.dumps(GOOD)[:-20], ["JSON"]),
     "binary": (bytes(range(256)), ["JSON"]),
     "bad unicode": (b'{"pattern": "\xff"}', ["JSON"]),

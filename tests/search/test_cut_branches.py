@@ -77,7 +77,8 @@ def test_a_loss_takes_the_shards_of_the_layer_before_it() -> None:
     assert [plan.stages[s].first for s in losses] == [7, 9]
     fewer = replace(plan, edges=(plan.edges[0][:-1],))
     assert fewer.problems() == [
-        f"path 0: stage {losses[1]} has no layers; let it end the path behind the shards of layer 8"
+        f"path 0: stages 7 and 8 are shards of layers [8, 9) but hand their output to different stages, [{losses[1]}] "
+        "and []; give both the same"
     ]
 
 

@@ -75,9 +75,12 @@ def test_reductions_and_updates_follow_as_soon_as_they_can(seed: int) -> None:
                 others = [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
                 mine.append((max(done[k] for k in others) if shared else done[n], stage.first, n))
         clock, held = 0.0, set[int]()  # a rank has a layer once, however many of its stages run it
-        for ready, first, n in sorted(mine):
-            new = [k for k in range(first, plan.stages[n].stop) if k not in held]
-            held |= set(new)
+        counted: dict[int, list[int]] = {}
+        for n in sorted(n for _, _, n in mine):
+            counted[n] = [k for k in range(plan.stages[n].first, plan.stages[n].stop) if k not in held]
+            held |= set(counted[n])
+        for ready, _, n in sorted(mine):
+            new = counted[n]
             nbytes = sum(float(costs.gradient_bytes[k]) for k in new)
             took = 0.0
             for ranks in {tuple(holders[k]) for k in new if len(holders[k]) > 1}:

@@ -292,8 +292,8 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
 def _twins(plan: Plan) -> list[list[int]]:
     """Return, for every stage, the stages whose weight gradients its reduction waits for: all that share layers with
     it, itself included."""
-    if not plan.replicas():
-        return [[s] for s in range(len(plan.stages))]
-    return [
-        [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop] for stage in plan.stages
-    ]
+    out = [[s] for s in range(len(plan.stages))]
+    for s, stage in enumerate(plan.stages if len(plan.routes) > 1 else ()):
+        if stage.shard is None and stage.first < stage.stop:
+            out[s] = [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
+    return out
