@@ -34,7 +34,7 @@ from user_tables import tables
 from user_training import Train, train_chunks, train_plans, train_workload
 
 from octopipe.costs.profile_file import Profile
-from octopipe.search.measured_tuning import Outcome, reduced_ms
+from octopipe.search.measured_tuning import Outcome
 from octopipe.simulation.contention import predict
 
 RANKS = 4
@@ -251,11 +251,11 @@ def _record(name: str, tuned: Tuned, args: argparse.Namespace) -> dict[str, Any]
     told = outcome.as_dict()
     for row, kept in zip(told["rows"], outcome.rows):
         predicted = predict(kept.plan, profile if row["round"] == 0 else outcome.profile)
-        row["final_error"] = reduced_ms(predict(kept.plan, outcome.profile)) / row["measured_ms"] - 1.0
+        row["final_error"] = predict(kept.plan, outcome.profile).reduced_ms / row["measured_ms"] - 1.0
         row["predicted_gib"] = list(predicted.peak_gib)
         row["stages"] = [[s.first, s.stop, s.rank, s.recompute] for s in kept.plan.stages]
         row["ops_per_rank"] = max(len(order) for order in kept.plan.orders)
-        row["reduction_ms"] = round(reduced_ms(predicted) - predicted.makespan_ms, 2)
+        row["reduction_ms"] = round(predicted.reduced_ms - predicted.makespan_ms, 2)
         row["load"] = round(float(np.sum(kept.ran.op_ms)) / kept.plan.num_ranks / kept.ran.step_ms, 4)
     return {
         "setup": name,

@@ -46,7 +46,9 @@ class Trained:
     """What the training of one plan showed; lists have one entry per step."""
 
     pipelines_ms: list[float]
-    """From the first op to the last one."""
+    """From the first op to the end of the gradient reductions (of Megatron's chunks: to the last op)."""
+    reduces: bool
+    """Whether these times contain the reductions of layers that several ranks hold."""
     steps_ms: list[float]
     """With data, clipping and optimizer."""
     losses: list[float]
@@ -168,13 +170,15 @@ def _told(row: Row, profile: Profile, found: Trained, tell: Callable[[str], None
     pipeline_ms, step_ms = (
         statistics.median(times[found.warm_up :] or times) for times in (found.pipelines_ms, found.steps_ms)
     )
-    error = predicted.makespan_ms / pipeline_ms - 1.0
+    predicted_ms = predicted.reduced_ms if found.reduces else predicted.makespan_ms
+    error = predicted_ms / pipeline_ms - 1.0
     tell(
-        f"{row.name} in training: {pipeline_ms:.2f} ms, predicted {predicted.makespan_ms:.2f} ({100 * error:+.1f} %), "
+        f"{row.name} in training: {pipeline_ms:.2f} ms, predicted {predicted_ms:.2f} ({100 * error:+.1f} %), "
         f"whole step {step_ms:.2f} ms"
     )
     return {
-        "predicted_ms": predicted.makespan_ms,
+        "predicted_ms": predicted_ms,
+        "reduction_ms": round(predicted.reduced_ms - predicted.makespan_ms, 2) if found.reduces else None,
         "pipeline_ms": pipeline_ms,
         "step_ms": step_ms,
         "pipelines_ms": found.pipelines_ms,
@@ -218,7 +222,8 @@ def train_workload(
         return None
     last = result.reports[-1].memory_bytes if work.device == "cuda" else ()
     return Trained(
-        pipelines_ms=[r.pipeline_ms for r in result.reports],
+        pipelines_ms=[r.reduced_ms for r in result.reports],
+        reduces=True,
         steps_ms=[r.step_ms for r in result.reports],
         losses=result.losses,
         memory_gib=[size / GIB for size in last],
@@ -268,6 +273,7 @@ def train_chunks(
         return None
     return Trained(
         pipelines_ms=pipelines_ms,
+        reduces=False,
         steps_ms=steps_ms,
         losses=losses,
         memory_gib=[] if device.type == "cpu" else peaks,

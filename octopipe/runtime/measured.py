@@ -27,6 +27,9 @@ from octopipe.runtime.wire.telling import gather_values, moment, naming_lost_pee
 from octopipe.simulation.simulator import memory_curves
 from octopipe.simulation.timeline import Extra, Spans, Timeline, Transfers
 
+REDUCE = "reduce"
+"""The name under which a rank records the wait for its gradient reductions after its last op."""
+
 
 class Recorder:
     """Start and end of every op of one rank in the last training step."""

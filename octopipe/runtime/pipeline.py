@@ -36,7 +36,7 @@ from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.failures import Failures, check_steps, warn_of_gradients
 from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
-from octopipe.runtime.measured import Recorder, measured_timeline
+from octopipe.runtime.measured import REDUCE, Recorder, measured_timeline
 from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
 from octopipe.runtime.ranks.layers import Layers
 from octopipe.runtime.ranks.leaves import LeafWatch, names_by_id
@@ -254,7 +254,7 @@ class Pipeline:
                 verifier.finish(self.world)
             first, self._first_step = self._first_step, False
             if not self.reducer.idle:
-                with self.recorder.extra("reduce"):
+                with self.recorder.extra(REDUCE):
                     self.reducer.finish()
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be of another rank

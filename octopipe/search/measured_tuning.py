@@ -29,7 +29,6 @@ from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import CODES, B, Plan
 from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
-from octopipe.simulation.timeline import Timeline
 
 Floats = NDArray[np.float64]
 TOLERANCE = 0.02
@@ -47,7 +46,7 @@ class Ran:
     """The measurements of a plan's timed steps."""
 
     steps_ms: tuple[float, ...]
-    """Time of every timed step, including the gradient reductions that plans with copies need (`reduced_ms`)."""
+    """`Timeline.reduced_ms` of every timed step: with the gradient reductions that plans with copies need."""
     op_ms: Floats
     """Median time of every op, numbered as in the plan."""
     gap_ms: float
@@ -114,7 +113,7 @@ class Outcome:
     @property
     def predicted_ms(self) -> float:
         """The step time of the winner, predicted with the corrected profile."""
-        return reduced_ms(predict(self.best.plan, self.profile))
+        return predict(self.best.plan, self.profile).reduced_ms
 
     def as_dict(self) -> dict[str, Any]:
         published = self.best_published
@@ -145,12 +144,6 @@ class Outcome:
             "fused_factor": self.profile.fused_factor,
             "skipped": list(self.skipped),
         }
-
-
-def reduced_ms(timeline: Timeline) -> float:
-    """The time to the end of the ops and of the gradient reductions; the optimizer follows."""
-    reductions = (float(e.end_ms) for e in timeline.extras if e.name.startswith("reduce"))
-    return max([timeline.makespan_ms, *reductions])
 
 
 Run = Callable[[str, Plan, Profile], Ran]
@@ -196,7 +189,7 @@ def tune_measured(
             name=name,
             round=number,
             plan=plan,
-            predicted_ms=reduced_ms(predict(plan, now)),
+            predicted_ms=predict(plan, now).reduced_ms,
             ran=run(name, plan, now),
         )
         rows.append(row)
@@ -224,7 +217,7 @@ def tune_measured(
             plan = fitted(look(now.costs))
             known = next((r for r in rows if r.plan.orders == plan.orders and r.plan.stages == plan.stages), None)
             tuned.append(known or measure(f"tuned {number}{words}", number, plan))
-        errors = [reduced_ms(predict(r.plan, now)) / r.ran.step_ms - 1.0 for r in tuned]
+        errors = [predict(r.plan, now).reduced_ms / r.ran.step_ms - 1.0 for r in tuned]
         now, corrections = corrected(profile, rows, kinds)
         longest = max(longest, time.monotonic() - start)
         agreed = max(abs(e) for e in errors) <= tolerance

@@ -52,6 +52,10 @@ class Fidelity:
     predicted_ms: float
     measured_ms: float
     step_error: float
+    """Of the time from the first op to the last one."""
+    predicted_reduced_ms: float
+    measured_reduced_ms: float
+    """To the end of the gradient reductions; the time of the pipeline if there are none."""
     busy_error: tuple[float, ...]
     """Per rank: error of the time at which it is busy."""
     kind_error: dict[str, float]
@@ -75,6 +79,8 @@ class Fidelity:
         return {
             "label": self.label,
             "predicted_ms": self.predicted_ms,
+            "predicted_reduced_ms": self.predicted_reduced_ms,
+            "measured_reduced_ms": self.measured_reduced_ms,
             "measured_ms": self.measured_ms,
             "step_error": self.step_error,
             "op_error": self.op_error,
@@ -126,6 +132,8 @@ def compare(
     return Fidelity(
         label=predicted.label or measured.label,
         predicted_ms=predicted.makespan_ms,
+        predicted_reduced_ms=predicted.reduced_ms,
+        measured_reduced_ms=took + measured.reduced_ms - measured.makespan_ms,
         measured_ms=took,
         step_error=_relative(predicted.makespan_ms, took),
         busy_error=tuple(_relative(float(p), float(m)) for p, m in zip(predicted.busy_ms, measured.busy_ms)),

@@ -163,11 +163,14 @@ class Timeline:
     host: HostSpans | None = None
     """Moves to host memory; None without offloading, and in measured timelines, which do not record them."""
 
-    # -- times -----------------------------------------------------------------------------------------
-
     @cached_property
     def makespan_ms(self) -> float:
         return float(self.spans.end_ms.max(initial=0.0))
+
+    @cached_property
+    def reduced_ms(self) -> float:
+        """The time to the end of the ops and of the gradient reductions; the optimizer follows."""
+        return float(max([self.makespan_ms, *(e.end_ms for e in self.extras if e.name.startswith("reduce"))]))
 
     @cached_property
     def step_ms(self) -> float:
@@ -296,8 +299,6 @@ class Timeline:
             start, end = _union(start, end)
         return _covered(start, end, times)
 
-    # -- memory ----------------------------------------------------------------------------------------
-
     @cached_property
     def peak_bytes(self) -> Floats:
         return np.array([float(c.bytes.max(initial=c.static_bytes)) for c in self.memory])
@@ -310,8 +311,6 @@ class Timeline:
     def fits(self) -> bool:
         """No rank exceeds its capacity (rounding of sums aside)."""
         return all(p <= c * (1 + ROUNDING) for p, c in zip(self.peak_bytes, self.capacity_bytes))
-
-    # -- looking at it ---------------------------------------------------------------------------------
 
     def op(self, span: int) -> Op:
         s = self.spans
@@ -358,8 +357,6 @@ class Timeline:
 
     def _repr_html_(self) -> str | None:
         return html_of(self)
-
-    # -- files -----------------------------------------------------------------------------------------
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from octopipe.costs.profile import Profile  # noqa: E402
 from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.runtime.measure import links  # noqa: E402
 from octopipe.runtime.measure.links import measure_sum  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks import reduce as reduction  # noqa: E402
@@ -175,6 +177,44 @@ def test_a_profile_measures_sums_where_ranks_share_a_device(two) -> None:
     first, second = two.run(measured, "cuda_ipc")
     assert first == second and first.latency_ms + first.ms_per_byte > 0
     assert two.run(measured, "gloo") == [None, None]
+
+
+def sums_at_once(world, calls: Path):
+    """Measure sums, and note when a rank of this pair summed."""
+    links.summing, kept = (lambda *a: Noting(kept(*a), world.rank, calls)), links.summing
+    try:
+        return measured(world, "cuda_ipc")
+    finally:
+        links.summing = kept
+
+
+class Noting:
+    """A group that writes down when its sums begin and end."""
+
+    def __init__(self, group, rank: int, calls: Path):
+        self._group, self._file = group, calls / f"{rank}.txt"
+
+    def all_reduce(self, numbers):
+        self._began = time.monotonic()
+        self._work = self._group.all_reduce(numbers)
+        return self
+
+    def wait(self, timeout) -> None:
+        time.sleep(DELAY_S)
+        self._work.wait(timeout)
+        with self._file.open("a") as file:
+            file.write(f"{self._began} {time.monotonic()}\n")
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def test_all_pairs_of_ranks_sum_at_once_when_sums_are_measured(four, tmp_path) -> None:
+    found = four.run(sums_at_once, tmp_path)
+    assert found[0] is not None and found == [found[0]] * 4
+    one, other = (np.loadtxt(tmp_path / f"{rank}.txt") for rank in (0, 2))
+    assert len(one) == len(other) == 2 * (2 + 2)
+    assert (np.maximum(one[:, 0], other[:, 0]) < np.minimum(one[:, 1], other[:, 1])).all(), "not at the same time"
 
 
 def test_a_measured_sum_is_what_a_reduction_is_predicted_with() -> None:

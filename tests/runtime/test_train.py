@@ -406,7 +406,16 @@ def test_bad_token_files_give_one_line(tmp_path: Path, name: str, content: bytes
 def test_medians_leave_out_the_first_steps_where_others_are_left(warm_up: int, middle: float) -> None:
     times = (100.0, 9.0, 8.0, 6.0, 3.0, 3.0)  # two eager steps, one observed, one captured, two replayed
     reports = tuple(
-        StepReport(step=k, loss=1.0, step_ms=ms, pipeline_ms=ms, bubble_ratio=ms, memory_bytes=(), tokens_per_s=1.0)
+        StepReport(
+            step=k,
+            loss=1.0,
+            step_ms=ms,
+            pipeline_ms=ms,
+            reduced_ms=ms,
+            bubble_ratio=ms,
+            memory_bytes=(),
+            tokens_per_s=1.0,
+        )
         for k, ms in enumerate(times, 1)
     )
     plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, 2)

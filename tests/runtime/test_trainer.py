@@ -286,8 +286,8 @@ def test_tensorboard_and_wandb_get_the_same_numbers(tmp_path: Path, monkeypatch:
 
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     report = StepReport(
-        step=3, loss=1.5, step_ms=10.0, pipeline_ms=8.0, bubble_ratio=0.25, memory_bytes=(1 << 30,), tokens_per_s=7.0,
-        mfu=0.4,
+        step=3, loss=1.5, step_ms=10.0, pipeline_ms=8.0, reduced_ms=9.0, bubble_ratio=0.25, memory_bytes=(1 << 30,),
+        tokens_per_s=7.0, mfu=0.4,
     )  # fmt: skip
     with Logs(tensorboard=str(tmp_path), about={}) as logs:
         logs.show(report)

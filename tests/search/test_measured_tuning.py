@@ -12,7 +12,7 @@ from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
-from octopipe.search.measured_tuning import Outcome, Ran, corrected, reduced_ms, tune_measured
+from octopipe.search.measured_tuning import Outcome, Ran, corrected, tune_measured
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.contention import predict
@@ -148,7 +148,7 @@ def test_a_plan_with_copies_is_judged_with_its_reductions() -> None:
     profile = profile.with_costs(profile.costs.replace(network=Network(intra=slow, inter=slow, pairs={})))
     plan = build_plan("chimera", profile.costs, RANKS, COUNT)
     timeline = predict(plan, profile)
-    whole = reduced_ms(timeline)
+    whole = timeline.reduced_ms
     assert whole > timeline.makespan_ms + 1.0
     assert whole == max(e.end_ms for e in timeline.extras if e.name.startswith("reduce"))
     out = tune_measured(

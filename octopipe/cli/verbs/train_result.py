@@ -98,6 +98,8 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "step_ms": _finite(result.step_ms),
         "pipeline_ms": _finite(result.pipeline_ms),
         "predicted_ms": result.predicted_ms,
+        "reduced_ms": _finite(result.reduced_ms),
+        "predicted_reduced_ms": result.predicted_reduced_ms,
         "bubble_ratio": _finite(result.bubble_ratio),
         "predicted": _predicted(result),
         "predicted_bubble_ratio": None if predicted is None else predicted.bubble_ratio,
@@ -118,6 +120,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
                 "grad_norm": r.grad_norm,
                 "step_ms": r.step_ms,
                 "pipeline_ms": r.pipeline_ms,
+                "reduced_ms": r.reduced_ms,
                 "bubble_ratio": r.bubble_ratio,
             }
             for r in result.reports
@@ -156,6 +159,8 @@ def print_result(job: TrainJob, result: TrainResult, args: argparse.Namespace) -
         numbers = _predicted(result)
         if numbers is not None and (note := without_contention_words(numbers)):
             out.print(note, style="dim", soft_wrap=True)
+    if reductions := _reduction_words(result):
+        out.print(reductions)
     speed = 1e3 * job.tokens_per_step / result.step_ms
     out.print(f"whole step {result.step_ms:.1f} ms, {speed:,.0f} tokens/s (medians)")
     for text, path in (
@@ -165,6 +170,18 @@ def print_result(job: TrainJob, result: TrainResult, args: argparse.Namespace) -
     ):
         if path:
             out.print(f"{text}: {named(path)}", soft_wrap=True)
+
+
+def _reduction_words(result: TrainResult) -> str:
+    """Return a line on the time with gradient reductions; empty if nothing is reduced."""
+    measured_ms, predicted = result.reduced_ms, result.predicted
+    predicts = predicted is not None and predicted.reduced_ms > predicted.makespan_ms
+    if not predicts and measured_ms <= result.pipeline_ms:
+        return ""
+    words = f"with the reduction of gradients: measured {measured_ms:.1f} ms"
+    if predicted is None or not predicts:
+        return words
+    return f"{words}, predicted {predicted.reduced_ms:.1f} ms ({predicted.reduced_ms / measured_ms - 1:+.1%})"
 
 
 def _predicted(result: TrainResult) -> dict[str, float] | None:

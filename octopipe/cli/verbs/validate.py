@@ -161,6 +161,12 @@ def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) 
             note,
             style="dim",
         )
+    if found.measured_reduced_ms > found.measured_ms or found.predicted_reduced_ms > found.predicted_ms:
+        error = found.predicted_reduced_ms / found.measured_reduced_ms - 1.0
+        out.print(
+            f"with the reduction of gradients: measured {milliseconds(found.measured_reduced_ms)}, predicted "
+            f"{milliseconds(found.predicted_reduced_ms)}: error {signed(error, 2)}"
+        )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
     out.print(f"busy time by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
     out.print("busy time by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))

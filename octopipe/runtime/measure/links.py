@@ -21,6 +21,7 @@ import torch
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.runtime.ranks.reduce import BUCKET_BYTES
 from octopipe.runtime.ranks.ring_group import summing
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
@@ -103,14 +104,17 @@ def measure_sum(
     world: World,
     device: torch.device,
     *,
-    sizes: Sequence[int] = (1 << 20, 1 << 23, 1 << 26),
+    sizes: Sequence[int] = (1 << 20, 1 << 23, 1 << 26, 1 << 28),
     repeats: int = 5,
     transport: str | None = None,
 ) -> Link | None:
-    """Return the link over which ranks 0 and 1 sum gradients as copies of a layer do (collective).
+    """Return the link over which two ranks sum gradients as copies of a layer do (collective).
 
     None unless the ranks share a device: otherwise such sums are predicted from the link between the two ranks. A sum
     over two ranks takes 2 latency + bytes / bandwidth, as the simulator prices it.
+
+    Ranks 0 and 1, 2 and 3, ... sum at the same time, each pair its own numbers, in buckets as in training: a plan that
+    holds layers twice makes all ranks sum in the end of a step, and they share one link to the host.
     """
     if world.size < 2:
         return None
@@ -119,15 +123,18 @@ def measure_sum(
     mover.open(rank_program(program, world.rank))
     times: list[float] = []
     if mover.name == "cuda_ipc":
-        group = summing(world.subgroup((0, 1)), mover, device, 120.0, bool) if world.rank < 2 else None
+        first = world.rank - world.rank % 2
+        paired = first + 1 < world.size
+        group = summing(world.subgroup((first, first + 1)), mover, device, 120.0, bool) if paired else None
         for size in sizes:
-            numbers = torch.zeros(size // 4, dtype=torch.float32, device=device)
+            numbers = torch.zeros(size // 4 if paired else 0, dtype=torch.float32, device=device)
             took = []
             for _ in range(repeats + 2):
                 _settle(world, device)
                 clock = _Clock(device)
-                if group is not None:
-                    group.all_reduce(numbers).wait(timedelta(seconds=120))
+                works = [] if group is None else [group.all_reduce(b) for b in numbers.split(BUCKET_BYTES // 4)]
+                for work in works:
+                    work.wait(timedelta(seconds=120))
                 took.append(clock.stop_ms())
             times.append(float(np.median(took[2:])))
         _settle(world, device)
@@ -136,7 +143,8 @@ def measure_sum(
     mover.close()
     if not times:
         return None
-    link = fit(sizes, world.gather(times)[0])
+    slowest = np.max(world.gather(times), axis=0)
+    link = fit(sizes, slowest.tolist())
     return Link(latency_ms=link.latency_ms / 2, ms_per_byte=link.ms_per_byte)
 
 

@@ -21,7 +21,7 @@ from octopipe.runtime.measure.timed_run import TimedRun
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat
 from octopipe.runtime.ranks.world import World
-from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, Run, reduced_ms, tune_measured
+from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, Run, tune_measured
 from octopipe.search.tuner import tune
 from octopipe.simulation.timeline import Timeline
 
@@ -123,7 +123,7 @@ def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[
 def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes: Sequence[float] = ()) -> Ran:
     """Return the measurements of the timed steps of a plan, from their timelines."""
     gaps = [gap for timeline in timelines for gap in gaps_ms(timeline)]
-    steps = [reduced_ms(t) for t in timelines]
+    steps = [t.reduced_ms for t in timelines]
     middle = timelines[int(np.argsort(steps)[len(steps) // 2])]
     return Ran(
         steps_ms=tuple(steps),

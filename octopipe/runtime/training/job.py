@@ -332,6 +332,8 @@ class StepReport:
     """Data, pipeline, clipping and optimizer."""
     pipeline_ms: float
     """First op to last op over all ranks, which is what a prediction states."""
+    reduced_ms: float
+    """First op to the end of the gradient reductions; `pipeline_ms` if there are none."""
     bubble_ratio: float
     memory_bytes: tuple[float, ...]
     """Per rank: the allocator's peak on a GPU, the process's resident memory on a CPU."""
@@ -402,6 +404,10 @@ class TrainResult:
         return statistics.median(r.pipeline_ms for r in self._steady) if self.reports else math.nan
 
     @property
+    def reduced_ms(self) -> float:
+        return statistics.median(r.reduced_ms for r in self._steady) if self.reports else math.nan
+
+    @property
     def bubble_ratio(self) -> float:
         return statistics.median(r.bubble_ratio for r in self._steady) if self.reports else math.nan
 
@@ -409,3 +415,8 @@ class TrainResult:
     def predicted_ms(self) -> float | None:
         """The predicted pipeline time, to be compared with `pipeline_ms`."""
         return None if self.predicted is None else self.predicted.makespan_ms
+
+    @property
+    def predicted_reduced_ms(self) -> float | None:
+        """The predicted time with gradient reductions, to be compared with `reduced_ms`."""
+        return None if self.predicted is None else self.predicted.reduced_ms

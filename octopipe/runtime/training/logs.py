@@ -112,6 +112,7 @@ def step_values(r: StepReport) -> dict[str, Any]:
         "grad_norm": r.grad_norm,
         "step_ms": r.step_ms,
         "pipeline_ms": r.pipeline_ms,
+        "reduced_ms": r.reduced_ms,
         "tokens_per_s": r.tokens_per_s,
         "bubble_ratio": r.bubble_ratio,
         "memory_gib": [b / GIB for b in r.memory_bytes],

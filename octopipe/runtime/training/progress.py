@@ -17,6 +17,7 @@ from octopipe.costs.analytic.flops import model_flops
 from octopipe.costs.cluster.hardware import GPUS
 from octopipe.models.spec import ModelSpec
 from octopipe.runtime.measure.layer_sizes import planned_spec
+from octopipe.runtime.measured import REDUCE
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import all_reduce
@@ -35,9 +36,11 @@ class Progress:
     def report(self, rows: list[list[float]], *, step_ms: float, **known: Any) -> StepReport:
         """Return a report on a step. `rows`: the result of `exchange`; `known`: the other fields of the report."""
         span_s, bubble = span_and_bubble(rows, one_clock=self._one_clock)
+        reduced_s = span_with_reductions(rows, one_clock=self._one_clock)
         return StepReport(
             step_ms=step_ms,
             pipeline_ms=1e3 * span_s,
+            reduced_ms=1e3 * reduced_s,
             bubble_ratio=bubble,
             memory_bytes=tuple(row[3] for row in rows),
             tokens_per_s=1e3 * self._tokens / step_ms,
@@ -47,11 +50,13 @@ class Progress:
 
 
 def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
-    """Return, for every rank of the pipeline: first start, last end, time at work (s), memory (bytes). Collective."""
-    started, ended = pipe.recorder.times()
-    busy = sum(ended) - sum(started)
-    row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, memory_bytes(pipe.device)]
-    table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
+    """Return, for every rank of the pipeline: first start, last end, time at work (s), memory (bytes), end of the
+    gradient reductions. Collective."""
+    started, ended, extras = pipe.recorder.all_times()
+    first, last = min(started, default=math.inf), max(ended, default=-math.inf)
+    reduced = max([last, *(end for name, _, end in extras if name == REDUCE)])
+    row = [first, last, sum(ended) - sum(started), memory_bytes(pipe.device), reduced]
+    table = torch.zeros(pipe.world.size, len(row), dtype=torch.float64)
     table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
     if pipe.world.control is not None:
         work = all_reduce(pipe.world.control, table)
@@ -69,6 +74,14 @@ def span_and_bubble(rows: list[list[float]], *, one_clock: bool) -> tuple[float,
     else:  # clocks differ: take the longest span of a single rank
         span_s = max(row[1] - row[0] for row in active)
     return span_s, 1.0 - sum(row[2] for row in active) / (len(rows) * span_s) if span_s > 0 else 0.0
+
+
+def span_with_reductions(rows: list[list[float]], *, one_clock: bool) -> float:
+    """Return the seconds from the first op to the end of the last gradient reduction."""
+    active = [row for row in rows if math.isfinite(row[0])]
+    if one_clock:
+        return max(row[4] for row in active) - min(row[0] for row in active)
+    return max(row[4] - row[0] for row in active)
 
 
 def step_flops(job: TrainJob) -> float:
