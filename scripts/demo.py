@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 SETTING = {"model": "nemotron-h-56b", "gpu": "h800", "tp": 8}
 PP, MICRO_BATCHES = 8, 8
 SOLVERS = {"tessel": {"time_limit_s": 3.0}}
+BUSY = 0.25
+"""Where other programs use more cores than this, the demo says that its measured times mean little."""
 OUT = Path("out")
 out = console()
 
@@ -147,6 +149,7 @@ def train_for_real(steps: int) -> None:
     job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=6, seq=128, timeout_s=60.0)
     busy = busy_cores()
     plain, mine = run([job, replace(job, tune_s=5.0)])
+    busy = max(busy, busy_cores())
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("plan", "predicted ms", "measured ms", "bubble", "tokens/s", "first loss", "last loss"):
         table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
@@ -164,10 +167,10 @@ def train_for_real(steps: int) -> None:
     out.print(
         f"[bold green]{measured:.2f}x[/] measured, {predicted:.2f}x predicted; losses of all {steps} steps are {equal}."
     )
-    if busy > 0.5:
+    if busy > BUSY:
         out.print(
-            f"Other programs used {busy:.1f} of {os.cpu_count()} cores just before the training began, so these times "
-            "say little about the plans.",
+            f"Other programs used {busy:.1f} of {os.cpu_count()} cores just before or after the training, so these "
+            "times say little about the plans.",
             style="dim",
         )
 

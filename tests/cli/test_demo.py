@@ -91,3 +91,17 @@ def test_the_training_part_trains(demo: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(demo, "out", out)
     demo.train_for_real(2)
     assert "losses of all 2 steps are equal" in out.file.getvalue()
+
+
+@pytest.mark.parametrize(("samples", "told"), [((0.0, 0.9), True), ((0.9, 0.0), True), ((0.1, 0.1), False)])
+def test_a_busy_machine_is_told_whether_it_was_busy_before_or_after(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, samples: tuple[float, float], told: bool
+) -> None:
+    pytest.importorskip("torch")
+    left = list(samples)
+    monkeypatch.setattr(demo, "run", lambda jobs: [fake_result(6.0), fake_result(6.0)])
+    monkeypatch.setattr(demo, "busy_cores", lambda: left.pop(0))
+    out = Console(width=100, file=io.StringIO())
+    monkeypatch.setattr(demo, "out", out)
+    demo.train_for_real(2)
+    assert ("say little about the plans" in " ".join(out.file.getvalue().split())) is told
