@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from known_warnings import as_lines
 from ranks import Ranks, close_shared, same_numbers, shared_ranks, start_server
+from sleep_clock import SleepClock
 
 from octopipe.costs.measured import AUTHORS
 
@@ -71,19 +72,10 @@ def four() -> Ranks:
 
 @pytest.fixture
 def only_sleeping_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which `time.sleep` takes exactly as long as asked, and everything else a microsecond per look at it:
-    what a profiler measures of layers that sleep does not depend on how busy the machine is."""
-    now = [0.0]
-
-    def look() -> float:
-        now[0] += 1e-6
-        return now[0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "perf_counter", look)
-    monkeypatch.setattr(time, "sleep", sleep)
+    """Put a `SleepClock` in the place of the one that profilers of this process look at."""
+    clock = SleepClock()
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
 
 
 @pytest.fixture

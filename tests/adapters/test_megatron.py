@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import time
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from effort import WHOLE, some
@@ -32,6 +32,7 @@ from megatron_jobs import (  # noqa: E402
     tuned,
 )
 from ranks import PATIENCE_S, Ranks, shared_ranks  # noqa: E402
+from sleep_clock import SleepClock  # noqa: E402
 from test_pairs import with_pairs  # noqa: E402
 
 from octopipe import megatron  # noqa: E402
@@ -40,6 +41,7 @@ from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.megatron.driver import PlanDriver  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.runtime.measure import timing  # noqa: E402
 from octopipe.search.restricted import runs_on_megatron  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
@@ -287,11 +289,10 @@ def test_transformer_engine_wants_w_in_the_order_of_i():
 # -- the profile ---------------------------------------------------------------------------------------
 
 SLEEP_S = 0.1
-"""Long enough to stand out on a busy machine."""
 
 
 def measure(world, kind, virtual, ddp=False):
-    """A profile on two ranks, of chunks whose third decoder layer sleeps; and the gradients of a step after it."""
+    """A profile on two ranks, of chunks whose third decoder layer sleeps, by a clock of its own."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     plan = megatron.for_megatron(plan_of("interleaved" if virtual else "1f1b", 2))
@@ -300,6 +301,7 @@ def measure(world, kind, virtual, ddp=False):
     config = mm.gpt_config(2, megatron.virtual_size(plan), layout, kind=kind)
     if kind == "hybrid":
         mm.alone()
+    clock = SleepClock()
 
     def provider(pre_process, post_process, vp_stage, layers):
         more = {"layers": layers} if kind == "hybrid" else {}
@@ -307,7 +309,7 @@ def measure(world, kind, virtual, ddp=False):
         model = model_of(kind, config, False, **flags, **more)
         for k, layer in zip((k for k in layers if 1 <= k <= mm.DECODERS), model.decoder.layers):
             if k == 3:
-                layer.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+                layer.register_forward_pre_hook(lambda *_: clock.sleep(SLEEP_S))
         return model
 
     chunks = megatron.build_chunks(plan, provider)
@@ -315,16 +317,17 @@ def measure(world, kind, virtual, ddp=False):
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         chunks = [DistributedDataParallel(config=config, ddp_config=options, module=c) for c in chunks]
     before = [p.detach().clone() for c in chunks for p in c.parameters()]
-    profile = megatron.profile(
-        chunks,
-        forward_step_func=mm.forward_step,
-        data_iterator=iter(mm.batches(1)),
-        seq_length=mm.LENGTH,
-        micro_batch_size=2,
-        plan=plan if kind == "hybrid" else None,
-        repeats=2,
-        warm_up=1,
-    )
+    with mock.patch.object(timing, "time", clock):
+        profile = megatron.profile(
+            chunks,
+            forward_step_func=mm.forward_step,
+            data_iterator=iter(mm.batches(1)),
+            seq_length=mm.LENGTH,
+            micro_batch_size=2,
+            plan=plan if kind == "hybrid" else None,
+            repeats=2,
+            warm_up=1,
+        )
     after = [p for c in chunks for p in c.parameters()]
     same = all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after))
     return profile.to_json().decode(), same, sum(p.numel() for p in after)

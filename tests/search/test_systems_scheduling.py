@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 from effort import some
+from ranks import PATIENCE_S
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.costs.table import CostTable
@@ -237,7 +238,7 @@ def test_the_solver_finds_the_shortest_way_through_on_straight_pipelines(seed: i
     pytest.importorskip("ortools")
     blocks = blocks_of(uneven(8, seed), 4, loop(4, 4))
     period = max(blocks.work)
-    found = find_repetend(blocks, period, UNLIMITED, 20.0)
+    found = find_repetend(blocks, period, UNLIMITED, PATIENCE_S)
     assert found is not None and problems(found) == []
     assert found.flat[-1] == _earliest_way(blocks, period)[-1]
 
@@ -264,7 +265,7 @@ def _earliest_way(blocks: Blocks, period: int) -> list[int]:
 def test_tessel_reaches_the_bound_of_1f1b_on_equal_stages_within_its_memory() -> None:
     pytest.importorskip("ortools")
     costs = CostTable.uniform(num_layers=4, activation_bytes=MIB).replace(rank_memory_bytes=(4 * MIB,))
-    plan = build_plan("tessel", costs, 4, 16, time_limit_s=5)
+    plan = build_plan("tessel", costs, 4, 16, time_limit_s=PATIENCE_S)
     timeline = simulate(plan, costs)
     assert timeline.fits and timeline.makespan_ms == pytest.approx((16 + 3) * 3.0)
 
@@ -282,10 +283,10 @@ def test_tessel_stays_within_the_cap(cap: float) -> None:
 def test_completion_repeats_the_repetend_for_many_micro_batches() -> None:
     pytest.importorskip("ortools")
     blocks = blocks_of(uneven(8, 2), 4, loop(8, 4))
-    repetend = find_repetend(blocks, max(blocks.work), UNLIMITED, 3.0)
+    repetend = find_repetend(blocks, max(blocks.work), UNLIMITED, PATIENCE_S)
     assert repetend is not None
     many = repetend.micro_batches + 6
-    order = complete(repetend, many, UNLIMITED, 2.0)
+    order = complete(repetend, many, UNLIMITED, PATIENCE_S)
     assert order is not None
     depth, last_warm = repetend.depth, repetend.micro_batches - 1
     for row in order:

@@ -11,6 +11,7 @@ from effort import some
 pytest.importorskip("ortools")
 
 from brute_force import least_ms
+from ranks import PATIENCE_S
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.costs.cluster.hardware import GIB, Link, Network
@@ -45,7 +46,7 @@ def test_the_optimum_is_that_of_brute_force(
     seed: int, layers: int, micro_batches: int, slow: tuple[float, ...]
 ) -> None:
     costs = instance(seed, layers, rank_slowdown=slow)
-    solved = solve(costs, 2, micro_batches, budget_s=90, workers=2)
+    solved = solve(costs, 2, micro_batches, budget_s=PATIENCE_S, workers=2)
     assert solved.optimal
     assert solved.found.timeline.step_ms == pytest.approx(least_ms(costs, 2, micro_batches), rel=1e-4)
     assert solved.lower_bound_ms <= solved.found.timeline.step_ms
@@ -78,16 +79,16 @@ LONG_WAITS = pytest.mark.xfail(
 )
 def test_the_default_method_is_within_two_percent_of_the_optimum(seed: int) -> None:
     costs = instance(seed, 4, p2p_ms=0.1)
-    exact = tune(costs, 2, 3, method="exact", budget_s=60, workers=2)
+    exact = tune(costs, 2, 3, method="exact", budget_s=PATIENCE_S, workers=2)
     assert exact.optimal
-    found = tune(costs, 2, 3, budget_s=60, iterations=4000, workers=1)
+    found = tune(costs, 2, 3, budget_s=PATIENCE_S, iterations=4000, workers=1)
     assert exact.step_ms * (1 - 1e-4) <= found.step_ms <= 1.02 * exact.step_ms
 
 
 def test_plans_of_the_exact_method_run_and_fit() -> None:
     activation = np.full(4, GIB)
     costs = instance(5, 4, activation_bytes=activation, stash_bytes=0.5 * activation, rank_memory_bytes=(5 * GIB,))
-    result = tune(costs, 2, 4, method="exact", budget_s=60, workers=2, iterations=50)
+    result = tune(costs, 2, 4, method="exact", budget_s=PATIENCE_S, workers=2, iterations=50)
     result.plan.check()
     assert simulate(result.plan, costs).fits
     assert result.lower_bound_ms <= result.step_ms
@@ -96,7 +97,7 @@ def test_plans_of_the_exact_method_run_and_fit() -> None:
 def test_memory_that_no_plan_has_is_an_error() -> None:
     costs = instance(5, 4, static_bytes=np.full(4, 4 * GIB), rank_memory_bytes=(5 * GIB,))
     with pytest.raises(DoesNotFitError, match="what would help"):
-        tune(costs, 2, 2, method="exact", budget_s=5, workers=2)
+        tune(costs, 2, 2, method="exact", budget_s=PATIENCE_S, workers=2)
 
 
 def test_a_case_too_large_says_what_was_reached() -> None:
@@ -134,9 +135,9 @@ def test_under_a_memory_limit_the_optimum_is_that_of_brute_force(seed: int, reco
     least = least_ms(costs, 2, 2, recompute=recompute)
     if least == float("inf"):
         with pytest.raises(DoesNotFitError):
-            solve(costs, 2, 2, budget_s=60, workers=2, recompute=recompute)
+            solve(costs, 2, 2, budget_s=PATIENCE_S, workers=2, recompute=recompute)
         return
-    solved = solve(costs, 2, 2, budget_s=60, workers=2, recompute=recompute)
+    solved = solve(costs, 2, 2, budget_s=PATIENCE_S, workers=2, recompute=recompute)
     assert solved.optimal and solved.found.timeline.fits
     assert solved.found.timeline.step_ms == pytest.approx(least, rel=1e-4)
 
@@ -145,8 +146,8 @@ def test_recomputation_that_pays_is_found_and_an_optimum_names_its_class() -> No
     costs = instance(0, 2, p2p_ms=0.0, activation_bytes=np.full(2, 4 * GIB), rank_memory_bytes=(5 * GIB,)).replace(
         forward_ms=np.array([1.0, 6.0]), input_ms=np.array([6.0, 6.0]), weight_ms=np.array([0.0, 0.0])
     )
-    kept = tune(costs, 2, 3, method="exact", budget_s=60, workers=2, recompute=False)
-    free = tune(costs, 2, 3, method="exact", budget_s=60, workers=2)
+    kept = tune(costs, 2, 3, method="exact", budget_s=PATIENCE_S, workers=2, recompute=False)
+    free = tune(costs, 2, 3, method="exact", budget_s=PATIENCE_S, workers=2)
     assert kept.optimal and free.optimal and free.step_ms < kept.step_ms - 0.5
     assert any(s.recompute for s in free.plan.stages) and not any(s.recompute for s in kept.plan.stages)
     assert kept.plans.words.endswith("recompute nothing") and free.plans.words.endswith("may recompute")
@@ -159,5 +160,5 @@ def test_a_plan_that_must_recompute_everything_is_within_the_horizon() -> None:
         activation_bytes=np.ones(4), stash_bytes=np.full(4, 0.5), boundary_bytes=np.full(4, 0.1),
         rank_memory_bytes=(2.5,),
     )  # fmt: skip
-    found = tune(costs, 1, 1, method="exact", recompute=True, budget_s=20.0)
+    found = tune(costs, 1, 1, method="exact", recompute=True, budget_s=PATIENCE_S)
     assert found.step_ms > float(costs.layer_ms.sum()) and simulate(found.plan, costs).fits
