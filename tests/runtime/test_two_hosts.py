@@ -206,7 +206,7 @@ def test_an_error_in_the_first_step_on_one_host_ends_the_step_on_the_other(
     for text in on_both(hosts, ["script.py"], tmp_path):
         for (said, seconds), loss in zip(*[iter(json.loads(text))] * 2):
             assert "a bad start" in said
-            assert seconds < 100
+            assert seconds < 400  # half of the timeout, however busy the machine is
             assert loss == pytest.approx(expected, rel=1e-12)
 
 
