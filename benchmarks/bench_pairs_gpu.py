@@ -180,7 +180,7 @@ class ExpertWork:
     def loss(self, layers: Any) -> Any:
         return loss_of
 
-    def kernels_told(self) -> dict[str, str]:
+    def kernel_names(self) -> dict[str, str]:
         return {}
 
     def batch(self, device: Any, count: int, step: int = 0) -> list[Any]:

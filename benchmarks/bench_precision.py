@@ -121,7 +121,7 @@ def layers(device: str, small: bool, tokens: int, tell: Callable[[dict[str, Any]
         profile = profile_workload(work, World(None), repeats=1 if small else 6, links=False, rehearsal=False)
         gpu = gpu_of("h200" if device == "cpu" else "", str(profile.about["device"]))
         for row in against_analytic(profile, spec, gpu=gpu, seq=tokens, micro_batch_size=1):
-            tell({"model": name, "tokens": tokens, "gpu": gpu, "kernels": work.kernels_told(), **row.record()})
+            tell({"model": name, "tokens": tokens, "gpu": gpu, "kernels": work.kernel_names(), **row.record()})
         tell({"model": name, "seconds": round(time.perf_counter() - began, 1)})
         del profile
         if device == "cuda":
