@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from one_line import needs_device, start
+from one_line import end, needs_device, start
 from op_times import by_kind
 
 EP = 2
@@ -452,6 +452,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from octopipe.runtime.ranks.launch import by_rank, run_ranks
 
     limit_s = args.limit_s + ENDED_S
+    failed: list[str] = []
     for pp in map(int, args.pp.split(",")):
         began = args.began = time.time()
         try:
@@ -462,7 +463,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     run_ranks(by_rank(task), EP * pp, args, environment=mps.environment, timeout_s=limit_s)
         except Exception as error:  # the other pipeline length is worth measuring all the same
             print(f"pp {pp}: {type(error).__name__}: {error}", flush=True)
+            failed.append(f"pp {pp}")
         print(f"pp {pp}: {time.time() - began:.1f} s", flush=True)
+    end(failed)
 
 
 if __name__ == "__main__":

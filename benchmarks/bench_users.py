@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_line import known, needs_device, place_for, start
+from one_line import end, known, needs_device, place_for, start
 from user_setups import SETUPS
 from user_tables import tables
 from user_training import Train, train_chunks, train_plans, train_workload
@@ -339,6 +339,7 @@ def main() -> None:
     asked = known(args.setups.split(","), SETUPS, "set-up")
     # On a CPU Megatron-Core needs changes of torch itself: there its set-ups have ranks of their own.
     kinds = (False, True) if args.device == "cpu" else (None,)
+    lost: list[str] = []
     for kind in kinds:
         left = [name for name in asked if kind is None or bool(SETUPS[name].megatron) is kind]
         while left:
@@ -361,10 +362,14 @@ def main() -> None:
                 trained = [line for line in heard if line.startswith(f"{failed}: {TRAINING}")]
                 if trained:
                     _note_end(args.out, failed, trained[-1].partition(TRAINING)[2], str(error))
-                left = left[left.index(failed) + (bool(trained) or not args.copies) :]
+                left_out = bool(trained) or not args.copies
+                if left_out:
+                    lost.append(failed)
+                left = left[left.index(failed) + left_out :]
                 args.copies = args.copies and bool(trained)
     if target.exists():
         print(tables([args.out]), flush=True)
+    end(lost)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What keeps a benchmark from running, in one line with exit code 2, as the commands of the package say it.
 
-Knows: how a benchmark's `main` is started, its lists of names are read and its results are written. Does not know: what
-is measured.
+Knows: how a benchmark's `main` is started and ended, its lists of names are read and its results are written. Does not
+know: what is measured.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def place_for(path: str | Path) -> Path:
 def write_json(found: object, path: str | Path) -> None:
     """Write what was measured to a file, whose folder is made if it is missing."""
     place_for(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def end(failed: Sequence[str]) -> None:
+    """End with exit code 1 if a part failed and the benchmark went on: code 0 means that all parts were measured."""
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}; the causes are above")
 
 
 def start(main: Callable[[], object]) -> None:
