@@ -58,6 +58,8 @@ there are none). Unlike the public function it does not compare shapes."""
 grouped_mm = torch._grouped_mm
 scaled_mm = torch._scaled_mm
 """The product of two float8 matrices with a scale each; the second one is stored column by column."""
+clear_blas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+"""Frees the memory that cuBLAS keeps between products. A torch without CUDA does not have the function."""
 unsafe_view = torch.ops.aten._unsafe_view
 """The same numbers in another shape, as a tensor that autograd does not treat as a view."""
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_

@@ -195,6 +195,16 @@ def test_a_scaled_product_takes_two_scales_and_the_dtype_of_its_result():
     assert private.scaled_mm is torch._scaled_mm
 
 
+def test_the_memory_that_products_keep_can_be_freed():
+    private.clear_blas_workspaces()
+    if torch.cuda.is_available():
+        before, a = torch.cuda.memory_allocated(), torch.ones(8, 8, device="cuda")
+        a.mm(a)
+        del a
+        private.clear_blas_workspaces()
+        assert torch.cuda.memory_allocated() == before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_pool_is_left_after_a_capture_that_broke_off():
     assert callable(torch._C._cuda_endAllocateToPool)

@@ -1,6 +1,6 @@
 """Many ranks on one GPU: NVIDIA's Multi-Process Service, started and stopped cleanly.
 
-Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: torch or plans.
+Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: plans, or which shares compute correctly (`ranks/gpu_share.py`).
 
 Without MPS, the processes on a GPU are time-sliced and no two ranks compute at the same time, so measurements say
 nothing about a pipeline. With MPS, every rank has its own share of the multiprocessors.
@@ -23,10 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.gpu_share import SHARE
 
 CONTROL = "nvidia-cuda-mps-control"
-SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-"""MPS's own variable: the part of the multiprocessors that a process may use, in percent."""
 _WAIT_S = 20.0
 
 
@@ -41,7 +40,7 @@ class Mps:
     @classmethod
     def start(cls, *, num_ranks: int, share_percent: float | None = None) -> Mps:
         """Start a daemon for `num_ranks` ranks, each with this share of the multiprocessors. Default: the value of the
-        variable CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if the user has set it, otherwise equal shares of the whole GPU.
+        variable CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if the user has set it, otherwise `equal_share`.
 
         Raises an error if MPS is missing or does not start. A daemon that the environment already names is used as it
         is and is not stopped.
@@ -50,7 +49,7 @@ class Mps:
             raise OctoPipeError(f"MPS for {num_ranks} ranks; give at least 1")
         share = _share_asked(os.environ.get(SHARE)) if share_percent is None else share_percent
         if share is None:
-            share = 100.0 / num_ranks
+            share = equal_share(num_ranks)
         own_share = {
             SHARE: f"{share:.4g}",
             "CUDA_DEVICE_MAX_CONNECTIONS": str(connections(num_ranks)),
@@ -126,6 +125,16 @@ class Mps:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def equal_share(num_ranks: int) -> float:
+    """Return the percentage of the multiprocessors of each of so many ranks: the largest of a half, a quarter, an eighth
+    and so on that all of them can have. With other shares, cuBLAS's products can be wrong (`ranks/gpu_share.py`).
+
+    >>> [equal_share(n) for n in (1, 2, 3, 4, 6, 8)]
+    [100.0, 50.0, 25.0, 25.0, 12.5, 12.5]
+    """
+    return 100.0 / (1 << (num_ranks - 1).bit_length())
 
 
 def connections(num_ranks: int) -> int:

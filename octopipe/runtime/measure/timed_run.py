@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.costs.profile_file import Profile
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.workload import Workload
@@ -156,6 +157,7 @@ class TimedRun:
 
     def trial(self) -> MeasuredSteps:
         """Return the results of the timed steps (collective)."""
+        self._require_finite()
         spans = [t.makespan_ms for t in self.timelines]
         return MeasuredSteps(
             timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
@@ -164,6 +166,21 @@ class TimedRun:
             peak_bytes=tuple(float(p) for p in self.world.gather(self._peak)) if self._cuda else (),
             loss=self._loss,
         )
+
+    def _require_finite(self) -> None:
+        """Raise an error if a gradient is not finite: ops then take other times than in training (NaN sends all tokens
+        to the same experts), and the weights that the optimizer has updated are lost (collective)."""
+        bad = ""
+        for name, p in self.pipe.named_parameters():
+            if p.grad is not None and not bool(torch.linalg.vector_norm(p.grad.detach(), float("inf")).isfinite()):
+                bad = name
+                break
+        if found := [(rank, name) for rank, name in enumerate(self.world.gather(bad)) if name]:
+            rank, name = found[0]
+            raise OctoPipeError(
+                f"the gradient of {name} (rank {rank}) is not finite in a timed step, so its times are not those of "
+                "training; check the layer's initial values, or use another --precision"
+            )
 
     def close(self) -> None:
         self.pipe.close()

@@ -23,6 +23,7 @@ from octopipe.runtime.fp8 import compute_in_float8, require_float8
 from octopipe.runtime.nn import build_layers, cross_entropy
 from octopipe.runtime.nn.kernels import PACKAGES, Kernels, choose, installed
 from octopipe.runtime.precision import PARAMETER_DTYPES
+from octopipe.runtime.ranks.gpu_share import check_products
 from octopipe.runtime.ranks.world import World
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
@@ -76,6 +77,7 @@ class Workload:
             raise OctoPipeError("no CUDA device here; use --device cpu")
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        check_products(device)
         if self.precision == "fp8":
             require_float8(device)
         return device

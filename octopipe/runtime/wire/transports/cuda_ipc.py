@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octopipe.runtime.ranks.gpu_share import check_products
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.wire.messages import Leaf, Spec
@@ -46,6 +47,7 @@ class IpcTransport(OrderedTransport):
         chunks: int = CHUNKS,
     ):
         super().__init__(world, device, timeout_s=timeout_s)
+        check_products(device)  # ranks that share a GPU may have a part of it each
         self.delivery.meanwhile = self._meanwhile
         self._world, self._shape = world, (chunks, chunk_bytes)
         self._rings = Rings({}, {})

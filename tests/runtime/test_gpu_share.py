@@ -1,0 +1,92 @@
+"""Products that are wrong on a part of a GPU are noticed before anything computes, and so are gradients without values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.profile_file import Profile  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.models.zoo import preset  # noqa: E402
+from octopipe.runtime.measure.mps import equal_share  # noqa: E402
+from octopipe.runtime.measure.timed_run import TimedRun  # noqa: E402
+from octopipe.runtime.measure.workload import Workload  # noqa: E402
+from octopipe.runtime.ranks import gpu_share  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(gpu_share, "SIZES", ((64, 40, 24), (48, 256, 16)))
+    return monkeypatch
+
+
+def test_right_products_are_right(small) -> None:
+    assert gpu_share.wrong_products(CPU) == 0
+
+
+@pytest.mark.parametrize("what", ["unwritten", "of another product"])
+def test_a_tile_of_a_result_that_is_wrong_is_noticed(small, what) -> None:
+    real = torch.mm
+
+    def product(a, b, *, out):
+        before = out.clone()
+        real(a, b, out=out)
+        if a.shape[1] == 256:
+            out[16:32, :8] = before[16:32, :8] if what == "unwritten" else 255.0
+
+    small.setattr(torch, "mm", product)
+    assert gpu_share.wrong_products(CPU) == 4  # both layouts of both operands
+
+
+def test_a_share_with_wrong_products_is_refused_with_a_better_one(monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or 9)
+    monkeypatch.setattr(gpu_share, "_checked", set())
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=42))
+    monkeypatch.setenv(gpu_share.SHARE, "33.33")
+    with pytest.raises(OctoPipeError, match=r"9 of 32 .* 42 of this GPU's .*=33.33\).* set CUDA_MPS\w+=25$"):
+        gpu_share.check_products(GPU)
+    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or 0)
+    gpu_share.check_products(GPU)  # a refusal is not remembered, a pass is
+    gpu_share.check_products(GPU)
+    gpu_share.check_products(CPU)
+    assert tried == [GPU, GPU]
+
+
+def test_ranks_get_shares_that_fit_together_and_halve() -> None:
+    for n in range(1, 40):
+        share = equal_share(n)
+        assert share * n <= 100 < 2 * share * n and (100 / share).is_integer()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_products_are_right_here() -> None:
+    gpu_share.check_products(GPU)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_timed_run_with_gradients_that_are_not_finite_is_refused(optimizer, broken) -> None:
+    work = Workload(spec=preset("gpt-oss-20b").scaled(0.02, num_layers=4), tokens=8)
+    costs = CostTable.uniform(num_layers=4)
+    plan = build_plan("1f1b", costs, 1, 2, split_backward=True)
+    run = TimedRun(work, plan, World.make(None, None, None), Profile(costs=costs), optimizer=optimizer)
+    if broken:
+        weight = dict(run.pipe.named_parameters())["2.ffn.up"]
+        weight.data[0, 0, 0] = float("nan")
+    run.step()
+    if broken:
+        with pytest.raises(OctoPipeError, match=r"the gradient of \d.* \(rank 0\) is not finite in a timed step"):
+            run.trial()
+    else:
+        assert run.trial().loss > 0
+    run.close()
