@@ -1,4 +1,4 @@
-"""Products that are wrong on a part of a GPU are noticed before anything computes, and so are gradients without values."""
+"""Products that are wrong on a part of a GPU are noticed before anything computes, and non-finite gradients after."""
 
 from __future__ import annotations
 
@@ -24,42 +24,48 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(gpu_share, "SIZES", ((64, 40, 24), (48, 256, 16)))
+    monkeypatch.setattr(gpu_share, "sizes", lambda: [(64, 40, 24), (48, 4104, 16)])
     return monkeypatch
 
 
 def test_right_products_are_right(small) -> None:
-    assert gpu_share.wrong_products(CPU) == 0
+    assert gpu_share.wrong_products(CPU) == (0, 10)
 
 
 @pytest.mark.parametrize("what", ["unwritten", "of another product"])
 def test_a_tile_of_a_result_that_is_wrong_is_noticed(small, what) -> None:
-    real = torch.mm
+    real = torch.matmul
 
     def product(a, b, *, out):
         before = out.clone()
         real(a, b, out=out)
-        if a.shape[1] == 256:
-            out[16:32, :8] = before[16:32, :8] if what == "unwritten" else 255.0
+        if a.shape[-1] == 40:
+            out[..., 2:9, :4] = before[..., 2:9, :4] if what == "unwritten" else 39.0
 
-    small.setattr(torch, "mm", product)
-    assert gpu_share.wrong_products(CPU) == 4  # both layouts of both operands
+    small.setattr(torch, "matmul", product)
+    assert gpu_share.wrong_products(CPU) == (5, 10)  # both layouts of both operands, and a batch
 
 
 def test_a_share_with_wrong_products_is_refused_with_a_better_one(monkeypatch) -> None:
     tried = []
-    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or 9)
+    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or (9, 32))
     monkeypatch.setattr(gpu_share, "_checked", set())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=42))
     monkeypatch.setenv(gpu_share.SHARE, "33.33")
     with pytest.raises(OctoPipeError, match=r"9 of 32 .* 42 of this GPU's .*=33.33\).* set CUDA_MPS\w+=25$"):
         gpu_share.check_products(GPU)
-    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or 0)
+    monkeypatch.setattr(gpu_share, "wrong_products", lambda device: tried.append(device) or (0, 32))
     gpu_share.check_products(GPU)  # a refusal is not remembered, a pass is
     gpu_share.check_products(GPU)
     gpu_share.check_products(CPU)
     assert tried == [GPU, GPU]
+
+
+def test_the_sizes_that_showed_every_bad_share_are_tried() -> None:
+    tried = list(gpu_share.sizes())
+    assert len(tried) == len(gpu_share.KNOWN) + gpu_share.DRAWN
+    assert {(4096, 2560, 1440), (1024, 8192, 1024), (512, 1440, 1440), (104, 3152, 1800)} <= set(tried)
 
 
 def test_ranks_get_shares_that_fit_together_and_halve() -> None:

@@ -1,6 +1,7 @@
 """Many ranks on one GPU: NVIDIA's Multi-Process Service, started and stopped cleanly.
 
-Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: plans, or which shares compute correctly (`ranks/gpu_share.py`).
+Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: plans, or which shares
+compute correctly (`ranks/gpu_share.py`).
 
 Without MPS, the processes on a GPU are time-sliced and no two ranks compute at the same time, so measurements say
 nothing about a pipeline. With MPS, every rank has its own share of the multiprocessors.
@@ -128,8 +129,8 @@ class Mps:
 
 
 def equal_share(num_ranks: int) -> float:
-    """Return the percentage of the multiprocessors of each of so many ranks: the largest of a half, a quarter, an eighth
-    and so on that all of them can have. With other shares, cuBLAS's products can be wrong (`ranks/gpu_share.py`).
+    """Return the percentage of the multiprocessors that each of so many ranks gets: a half, a quarter, an eighth and so
+    on, the largest that all of them can have. With other shares, products can be wrong (`ranks/gpu_share.py`).
 
     >>> [equal_share(n) for n in (1, 2, 3, 4, 6, 8)]
     [100.0, 50.0, 25.0, 25.0, 12.5, 12.5]
