@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import octopipe  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.profile_file import Profile  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
@@ -17,9 +18,11 @@ from octopipe.runtime.measure.timed_run import TimedRun  # noqa: E402
 from octopipe.runtime.measure.workload import Workload  # noqa: E402
 from octopipe.runtime.ranks import gpu_share  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.wire import transports  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PLAN = build_plan("gpipe", CostTable.uniform(num_layers=1), 1, 1)
 
 
 @pytest.fixture
@@ -60,6 +63,20 @@ def test_a_share_with_wrong_products_is_refused_with_a_better_one(monkeypatch) -
     gpu_share.check_products(GPU)
     gpu_share.check_products(CPU)
     assert tried == [GPU, GPU]
+
+
+@pytest.mark.parametrize("share", [None, "33.33"])
+def test_a_pipeline_with_a_share_of_a_gpu_tries_products_first(monkeypatch, share) -> None:
+    """Whatever its transport: a rank may be alone on its part of a GPU."""
+    tried = []
+    monkeypatch.setattr(transports, "check_products", tried.append)
+    if share:
+        monkeypatch.setenv(gpu_share.SHARE, share)
+    else:
+        monkeypatch.delenv(gpu_share.SHARE, raising=False)
+    pipe = octopipe.Pipeline([torch.nn.Linear(4, 4)], PLAN, torch.sum)
+    pipe.close()
+    assert tried == ([pipe.device] if share else [])
 
 
 def test_the_sizes_that_showed_every_bad_share_are_tried() -> None:

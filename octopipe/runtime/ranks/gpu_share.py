@@ -35,6 +35,11 @@ DRAWN = 32
 _checked: set[torch.device] = set()
 
 
+def has_share() -> bool:
+    """Whether the environment gives this process a part of a GPU."""
+    return SHARE in os.environ
+
+
 def check_products(device: torch.device) -> None:
     """Raise an error if matrix products of this process are wrong on a GPU; tried once per process and device.
 

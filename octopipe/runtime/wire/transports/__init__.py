@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.gpu_share import check_products, has_share
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 from octopipe.simulation.lowering import Program
@@ -16,6 +17,8 @@ def make_transport(
     wanted: str | Transport | None, world: World, program: Program, device: torch.device, timeout_s: float
 ) -> Transport:
     """A transport by name, or the one that fits the device (collective over the pipeline's ranks)."""
+    if has_share():
+        check_products(device)
     if isinstance(wanted, Transport):
         return wanted
     if world.group is None:
