@@ -35,6 +35,13 @@ def test_right_products_are_right(small) -> None:
     assert gpu_share.wrong_products(CPU) == (0, 10)
 
 
+def test_products_in_float16_are_exact_as_well(small) -> None:
+    """GPUs without bfloat16 try those."""
+    small.setattr(gpu_share, "_dtype", lambda device: torch.float16)
+    small.setattr(gpu_share, "sizes", lambda: [(8, k, 8) for _, k, _ in gpu_share.KNOWN])
+    assert gpu_share.wrong_products(CPU) == (0, 5 * len(gpu_share.KNOWN))
+
+
 @pytest.mark.parametrize("what", ["unwritten", "of another product"])
 def test_a_tile_of_a_result_that_is_wrong_is_noticed(small, what) -> None:
     real = torch.matmul

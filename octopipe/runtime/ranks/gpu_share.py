@@ -67,11 +67,17 @@ def sizes() -> Iterator[tuple[int, int, int]]:
 
 def operands(m: int, k: int, n: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Ones to multiply, in every layout, as one product and as four smaller ones."""
-    ones = partial(torch.ones, dtype=torch.bfloat16, device=device)
+    ones = partial(torch.ones, dtype=_dtype(device), device=device)
     for left in (ones(m, k), ones(k, m).t()):
         for right in (ones(k, n), ones(n, k).t()):
             yield left, right
     yield ones(4, m // 4, k), ones(4, k, n // 4)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    """bfloat16, or float16 on GPUs whose tensor cores do not have it."""
+    old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if old else torch.bfloat16
 
 
 def wrong_products(device: torch.device) -> tuple[int, int]:
@@ -80,7 +86,7 @@ def wrong_products(device: torch.device) -> tuple[int, int]:
     wrong, tried = torch.zeros((), dtype=torch.int64, device=device), 0
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         for m, k, n in sizes():
-            exact = torch.tensor(float(k), dtype=torch.bfloat16, device=device)
+            exact = torch.tensor(float(k), dtype=_dtype(device), device=device)
             for left, right in operands(m, k, n, device):
                 result = left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
                 torch.matmul(left, right, out=result)
