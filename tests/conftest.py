@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from known_warnings import as_lines
-from ranks import Ranks, close_shared, same_numbers, shared_ranks, start_server
+from ranks import Ranks, close_shared, same_numbers, shared_ranks, start_server, start_server_for_workers
 from sleep_clock import SleepClock
 
 from octopipe.costs.measured import AUTHORS
@@ -28,11 +28,14 @@ gc.disable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
+    """In a run with workers, ranks of all tests are forked from one server that has loaded everything."""
     for line in as_lines():
         config.addinivalue_line("filterwarnings", line)
-    if hasattr(config, "workerinput") and importlib.util.find_spec("torch"):
-        start_server()
+    if importlib.util.find_spec("torch"):
+        if hasattr(config, "workerinput"):
+            start_server()
+        elif config.getoption("numprocesses", None) and not config.option.collectonly:
+            start_server_for_workers()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,37 @@ OWN_PORTS = (12000, 32000)
 """Below those that Linux gives to connections (net.ipv4.ip_local_port_range)."""
 
 
+SERVER_ADDRESS = "OCTOPIPE_TESTS_SERVER"
+"""The environment variable by which the workers of a test run know the server that they share."""
+
+
 def start_server() -> None:
     """Start the server that ranks are forked from; it imports while the first tests run."""
+    if SERVER_ADDRESS in os.environ:
+        _share_server(os.environ[SERVER_ADDRESS])
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
+
+
+def start_server_for_workers() -> None:
+    """Start one server for all workers of a test run, in the process that starts them: what it imports takes ten
+    seconds of a core. It ends with that process, which alone holds the pipe that keeps it alive."""
+    start_server()
+    os.environ[SERVER_ADDRESS] = str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+
+
+def _share_server(address: str) -> None:
+    """From here on, this process forks its ranks from the server at this address, and starts none of its own."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address == address:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # every rank is handed a copy of it
+    # Both names: multiprocessing calls the method, whoever wants a server early calls the function of the module.
+    server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 def free_port() -> int:
@@ -135,9 +161,8 @@ class Ranks:
         from octopipe.runtime.ranks.rendezvous import local_store
 
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
+        start_server()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         # The store is the test's, at a port that it holds from the beginning: nobody else can take it.
         self._store = local_store()
         self.size = size
