@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from effort import some  # noqa: E402
+from effort import WHOLE, some  # noqa: E402
 from hf_families import tiny_config  # noqa: E402
 from hf_twins import grads_of, make  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
@@ -176,6 +176,8 @@ def test_predictions_on_ranks_have_the_gradients_of_one_process(case: tuple[int,
     tuned = tune(costs, size, 4, iterations=200, seed=0, copies=False).plan
     plans = {"1f1b": build_plan("1f1b", costs, size, 4), "zb-h1": build_plan("zb-h1", costs, size, 4), "tuned": tuned}
     assert all(plan.forks for plan in plans.values())
+    if not WHOLE:  # B of 1F1B is in both others; the test of cut heads runs I and W as ZB-H1 orders them
+        plans = {name: plans[name] for name in ("1f1b", "tuned")}
     pieces = [make(parts, k) for k in range(len(parts))]
     inputs, targets = two_rows(parts, 4)
     each = [run_along_paths(parts, pieces, x["input_ids"], y) for x, y in zip(inputs, targets, strict=True)]
@@ -212,7 +214,7 @@ def test_heads_that_are_cut_on_ranks_have_the_gradients_of_one_process(size: int
     heads = costs.graph.ends
     plans = {
         f"{name} {count}": cut_plan(build_plan(name, costs, size, 4), costs, heads, count)
-        for name, count in (("zb-h1", size), ("1f1b", 2))
+        for name, count in (("zb-h1", size), ("1f1b", 2))[: 2 if WHOLE else 1]
     }
     assert all(plan is not None and plan.cut_heads == set(heads) for plan in plans.values())
     pieces = [make(parts, k) for k in range(len(parts))]

@@ -67,8 +67,8 @@ def test_every_system_gives_the_gradients_of_one_device(size):
             seen.add((plan.stages, plan.orders))
             jobs.append((f"{name} {split}", KINDS[i % len(KINDS)], plan, "directed"))
     assert len(jobs) > 10
-    # The quick tier runs every second plan.
-    _assert_equal(shared_ranks(size).run(run_plans, jobs if WHOLE else jobs[::2]))
+    # The quick tier runs every third plan; the random ones below are unlike all of them.
+    _assert_equal(shared_ranks(size).run(run_plans, jobs if WHOLE else jobs[::3]))
 
 
 @pytest.mark.parametrize("size", [2, 4])
