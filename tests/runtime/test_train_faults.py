@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -45,19 +46,42 @@ def started(folder: Path, *more: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), pytest.param(signal.SIGINT, "Ctrl-C", marks=pytest.mark.slow)]
-)
-def test_a_run_that_is_asked_to_stop_saves_and_says_so(number: signal.Signals, name: str, tmp_path: Path) -> None:
-    process = started(tmp_path / "run")
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 128 + number, errors
-    last = latest(tmp_path / "run")
+def assert_stopped(number: signal.Signals, name: str, folder: Path, code: int, errors: str) -> None:
+    """It ended as it was asked to, with a whole checkpoint of its last step."""
+    assert code == 128 + number, errors
+    last = latest(folder)
     assert last is not None and damage(last) == ""
     line = errors.strip().splitlines()[-1]
     assert line.startswith(f"octopipe: {name} after step {int(last.name[5:])}; saved ")
     assert "--resume continues from it" in line and "Traceback" not in errors
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, over = tmp_path / "run", threading.Event()
+
+    def ask() -> None:
+        while latest(folder) is None and not over.wait(0.1):
+            pass
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        code = main(["train", *COMMAND, "--checkpoint", str(folder)])
+    finally:
+        over.set()
+        asking.join()
+    assert_stopped(signal.SIGTERM, "SIGTERM", folder, code, capsys.readouterr().err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_process_that_is_asked_to_stop_saves_and_says_so(number: signal.Signals, name: str, tmp_path: Path) -> None:
+    process = started(tmp_path / "run")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert_stopped(number, name, tmp_path / "run", process.returncode, errors)
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path: Path) -> None:
