@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -165,7 +166,7 @@ def _python(type_: Type, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 def _array(type_: Array, address: int, shape: tuple[int, ...]) -> np.ndarray:
     """Copy an array that a kernel allocated into a new numpy array, and free the kernel's memory."""
-    nbytes = ITEMS[type_.item][2] * int(np.prod(shape))
+    nbytes = ITEMS[type_.item][2] * math.prod(shape)
     found = np.empty(shape, type_.item)
     ctypes.memmove(found.__array_interface__["data"][0], address, nbytes)
     free(address)
