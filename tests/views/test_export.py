@@ -123,19 +123,28 @@ def _decode_png(data: bytes) -> np.ndarray:
     wide, high, depth, colour = struct.unpack(">IIBB", header[:10])
     assert (depth, colour) == (8, 6)
     rows = np.frombuffer(zlib.decompress(body), np.uint8).reshape(high, 1 + 4 * wide).astype(np.int64)
-    above, out = np.zeros((wide + 1, 4), np.int64), []
+    above, out = np.zeros((wide, 4), np.int64), []
     for row in rows:
-        line, raw = np.zeros((wide + 1, 4), np.int64), row[1:].reshape(wide, 4)
-        for x in range(wide):
-            a, b, c = line[x], above[x + 1], above[x]
-            p = a + b - c
-            paeth = np.where(
-                (abs(p - a) <= abs(p - b)) & (abs(p - a) <= abs(p - c)), a, np.where(abs(p - b) <= abs(p - c), b, c)
-            )
-            line[x + 1] = (raw[x] + (0, a, b, (a + b) // 2, paeth)[row[0]]) % 256
-        out.append(line[1:, :3])
+        raw = row[1:].reshape(wide, 4)
+        if row[0] in (0, 1, 2):  # of whole rows at once: nothing, what is left of a pixel, what is above it
+            line = (raw, raw.cumsum(axis=0), raw + above)[row[0]] % 256
+        else:
+            channels = [_unfiltered(int(row[0]), *(each[:, k].tolist() for each in (raw, above))) for k in range(4)]
+            line = np.array(channels).T
+        out.append(line[:, :3])
         above = line
     return np.array(out)
+
+
+def _unfiltered(kind: int, raw: list[int], above: list[int]) -> list[int]:
+    """One channel of a row that was filtered by the mean of its neighbours (3) or by Paeth's choice of them (4)."""
+    line, a, c = [], 0, 0
+    for value, b in zip(raw, above, strict=True):
+        p = a + b - c
+        nearest = min((a, b, c), key=lambda neighbour: abs(p - neighbour))
+        a, c = (value + ((a + b) // 2 if kind == 3 else nearest)) % 256, b
+        line.append(a)
+    return line
 
 
 def test_png_is_a_png_and_shows_the_ops_in_their_colours() -> None:

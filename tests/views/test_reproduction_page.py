@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def _answers() -> list[dict[str, Any]]:
     return json.loads((FOLDER / "sentences.json").read_text())["sentences"]
 
 
+@cache
+def _kept() -> Any:
+    """The plans beside the page: reading them takes a second."""
+    return read_kept(FOLDER / PLANS)
+
+
 def _options() -> Options:
     return Options(profiles=find_profiles(None), measured=find_measured(None))
 
@@ -55,7 +62,7 @@ def test_the_page_is_what_this_code_writes_of_its_rows() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_come_out_again_of_the_kept_plans(name: str) -> None:
-    bench = Bench(options=_options(), store=ResultStore(any_code=True, plans=read_kept(FOLDER / PLANS)), searches=False)
+    bench = Bench(options=_options(), store=ResultStore(any_code=True, plans=_kept()), searches=False)
     made = [row.as_dict() for row in chosen([name], parts())[0].run(bench).rows]
     assert json.loads(json.dumps(rounded(made))) == _parts()[name]
 
