@@ -249,9 +249,7 @@ print("FOUND", json.dumps({
 
 def test_a_new_field_is_one_edit(tmp_path: Path) -> None:
     """A copy of the package with one line more knows the field everywhere."""
-    shutil.copytree(
-        ROOT / "octopipe", tmp_path / "octopipe", ignore=shutil.ignore_patterns("__pycache__", "runtime", "megatron")
-    )
+    shutil.copytree(ROOT / "octopipe", tmp_path / "octopipe", ignore=shutil.ignore_patterns("runtime", "megatron"))
     file = tmp_path / "octopipe" / "costs" / "cluster" / "setup.py"
     text = file.read_text()
     assert text.count(NEXT_FIELD) == 1

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from effort import draws
+from effort import draws, some
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
@@ -141,7 +141,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", some([2, 3, 4], quick=[2]))
 def test_a_cut_head_gives_the_loss_and_gradients_of_the_whole_one(size):
     jobs = [(100 * size + k, *KINDS[k % len(KINDS)]) for k in range(draws(24, least=len(KINDS) if size == 2 else 4))]
     for per_rank in shared_ranks(size).run(run_cut_heads, jobs):
@@ -387,7 +387,7 @@ def run_mtp(world):
     return worst, abs(found - total.item())
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_a_second_head_along_the_way_gives_the_gradients_of_one_process(size):
     for worst, away in shared_ranks(size).run(run_mtp):
         assert worst <= TOLERANCE and away <= TOLERANCE

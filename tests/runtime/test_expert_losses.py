@@ -151,7 +151,7 @@ def test_what_travels_with_the_output_or_the_graph_is_as_in_one_process(way, sys
         assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["returned", "injected", "attribute", "list"])
+@pytest.mark.parametrize("way", some(["returned", "injected", "attribute", "list"], quick=["injected", "list"]))
 def test_data_and_expert_ranks_without_a_cut_take_every_way(way, four):
     """One stage: the loss follows its layers at once, wherever they leave theirs."""
     for loss, worst in four.run(parallel, way, made("gpipe", 1), (2, 2, 1), ("dp", "ep", "pp")):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from effort import some
 
 pytest.importorskip("torch")
 from octopipe.costs.profile_file import Profile
@@ -51,12 +52,14 @@ def test_pairs_are_rehearsed_only_where_there_is_an_exchange_and_layers_enough()
     assert pairs_plan(profile(0, layers=6), 3) is not None
 
 
+SLOWINGS = {"more": ((0.05, 0.1), 0.35), "less": ((0.3, 0.3), -0.2), "none": ((0.0, 0.0), 0.0)}
+
+
 @pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize(("before", "added"), [((0.05, 0.1), 0.35), ((0.3, 0.3), -0.2), ((0.0, 0.0), 0.0)])
-def test_measured_pairs_give_the_slowing_that_they_ran_with(
-    before: tuple[float, float], added: float, partial: bool
-) -> None:
+@pytest.mark.parametrize("kind", some(SLOWINGS, quick=["more", "none"]))
+def test_measured_pairs_give_the_slowing_that_they_ran_with(kind: str, partial: bool) -> None:
     """The measured steps are predictions with the slowing that is to be found."""
+    before, added = SLOWINGS[kind]
     base = profile(1)
     if partial:
         base = replace(base, partial={1: base.costs.replace(forward_ms=0.8 * base.costs.forward_ms)})

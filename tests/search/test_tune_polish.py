@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import draws
 from test_tune_best import uneven
 
 from octopipe.base.errors import OctoPipeError
@@ -69,7 +70,7 @@ def test_a_fused_backward_becomes_two_ops_that_are_no_slower() -> None:
     assert polisher.best_ms <= simulate(plan, costs).step_ms + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(draws(8, least=2)))
 def test_polishing_keeps_every_op_on_its_stage_s_rank(seed: int) -> None:
     """Few ops and many moves: stages often leave a rank in the same move in which an op of it is advanced."""
     lot = np.random.default_rng(seed)

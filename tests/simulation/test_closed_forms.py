@@ -7,10 +7,16 @@ import pytest
 from octopipe.search.systems import systems
 from octopipe.search.systems.closed_forms import ClosedForm, all_closed_forms
 
+LARGE = ("p=32 m=96", "p=32 m=128", "p=32 m=256")
+"""Half of the time of all forms, for the same forms as on 8 and 16 ranks."""
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, id=f"{f.system}-{f.case}-{f.quantity}".replace(" ", "_")) for f in all_closed_forms()]
-)
+
+def _marked(form: ClosedForm) -> pytest.ParameterSet:
+    marks = [pytest.mark.slow] if form.case.startswith(LARGE) and form.system != "1f1b" else []
+    return pytest.param(form, id=f"{form.system}-{form.case}-{form.quantity}".replace(" ", "_"), marks=marks)
+
+
+@pytest.mark.parametrize("form", [_marked(form) for form in all_closed_forms()])
 def test_simulation_reproduces_the_closed_form(form: ClosedForm) -> None:
     result = form.checked()
     assert result.matches, f"expected {form.expected}, simulated {result.simulated}"
