@@ -12,6 +12,8 @@ from ranks import PATIENCE_S
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.table import CostTable
 
+SIZE: Any = {"width": 1440, "height": 900}
+
 
 def until(page: Any, expression: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait for an expression to be true; Playwright's own waiting evaluates strings, which the page forbids."""
@@ -25,13 +27,22 @@ class Seen:
     """A page together with what it complained about and what it asked the network for."""
 
     def __init__(self, browser: Any, **options: Any):
-        self.page = browser.new_page(viewport={"width": 1440, "height": 900}, **options)
+        self.page = browser.new_page(viewport=SIZE, **options)
         self.page.set_default_timeout(1e3 * PATIENCE_S)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
         self.page.on("request", lambda r: self.requests.append(r.url))
+
+    def afresh(self) -> None:
+        """As if it had just been made: nothing is open, seen or held down."""
+        self.page.goto("about:blank")
+        self.page.set_viewport_size(SIZE)
+        self.page.emulate_media(media="null", color_scheme="null", reduced_motion="null", forced_colors="null")
+        self.page.mouse.move(0, 0)
+        self.complaints.clear()
+        self.requests.clear()
 
     def open(self, path: Path) -> Any:
         self.page.goto(path.as_uri())

@@ -48,11 +48,19 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
-@pytest.fixture
-def seen(browser: Any) -> Iterator[Seen]:
+@pytest.fixture(scope="module")
+def page_of_all(browser: Any) -> Iterator[Seen]:
+    """A page needs a process of its own, which takes longer to start than a report to be shown."""
     one = Seen(browser)
+    yield one
+    one.page.close()
+
+
+@pytest.fixture
+def seen(page_of_all: Seen) -> Iterator[Seen]:
+    one = page_of_all
+    one.afresh()
     yield one
     assert one.complaints == []
     assert all(re.match(r"(file|data|blob):", url) for url in one.requests), one.requests
     assert sum(url.startswith("file:") for url in one.requests) <= 1
-    one.page.close()
