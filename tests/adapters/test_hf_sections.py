@@ -242,7 +242,11 @@ def run_sections(world: Any, family: str, frozen: bool) -> list[tuple[str, float
 
 @pytest.mark.parametrize(
     ("family", "frozen"),
-    [pytest.param("qwen3_vl", False, marks=pytest.mark.slow), ("qwen3_vl", True), ("t5", False)],
+    [
+        pytest.param("qwen3_vl", False, marks=pytest.mark.slow),
+        ("qwen3_vl", True),
+        pytest.param("t5", False, marks=pytest.mark.slow),
+    ],
 )
 def test_on_two_ranks_gradients_are_those_of_one_process(family: str, frozen: bool) -> None:
     for found in shared_ranks(2).run(run_sections, family, frozen):

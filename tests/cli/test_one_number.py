@@ -293,7 +293,10 @@ def test_busy_and_bubble_are_shares_of_the_same_step(capsys: Any, tmp_path: Path
 
 
 def test_words_on_the_terminal_are_the_numbers_of_the_json(capsys: Any, tmp_path: Path) -> None:
-    model, flags, _ = CASES["hybrid, data parallel"]
+    model, flags = (
+        "nemotron-h-8b",
+        ("--pp", "2", "--tp", "2", "--dp", "2", "--micro-batches", "4", "--memory-gib", "70"),
+    )
     path = str(tmp_path / "tuned.json")
     tuned = said(capsys, "tune", model, *flags, *SEARCH, "-o", path)
     assert main(["tune", model, *flags, *SEARCH, "-o", path]) == 0

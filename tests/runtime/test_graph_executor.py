@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from effort import draws
+from effort import draws, some
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
@@ -107,7 +107,7 @@ def run_graphs(world, seeds):
     return out
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_random_graphs_of_stages_give_the_gradients_of_one_process(size):
     for per_rank in shared_ranks(size).run(run_graphs, [100 * size + k for k in range(draws(25))]):
         for seed, gradient, loss, evaluated in per_rank:

@@ -105,7 +105,7 @@ def test_mismatched_directed_queue_deadlocks_naively(two):
         assert isinstance(loss, float)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4]))
 def test_random_plans_finish_on_the_strict_transport(size):
     jobs = []
     for seed in range(draws(200 // size)):

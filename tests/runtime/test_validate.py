@@ -133,7 +133,7 @@ def _train_twice(rank: int, nproc: int, payload: object) -> list[tuple[list[floa
 
 
 def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=16, dtype="float64")
+    work = Workload(spec=preset("nemotron-h-8b").scaled(0.01, num_layers=6), tokens=16, dtype="float64")
     device = torch.device("cpu")
     costs = CostTable.uniform(num_layers=6)
     plans = [build_plan(name, costs, nproc, 4) for name in ("1f1b", "zb-v")]
