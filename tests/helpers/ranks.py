@@ -134,6 +134,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
 
 
 def _fork_ranks(imports: Sequence[str], starts: Sequence[tuple[Any, ...]]) -> None:
+    filter_in_a_rank()
     for name in imports:
         importlib.import_module(name)
     gc.freeze()
