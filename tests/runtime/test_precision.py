@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from effort import some
+from effort import WHOLE, some
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
@@ -264,8 +264,9 @@ def test_runs_resume_exactly_and_go_on_in_another_precision(tmp_path: Path) -> N
 
 def test_copies_and_data_parallel_pipelines_add_up_in_float32() -> None:
     """Of two pipelines, and of a plan that holds every layer twice, the losses of one rank with the whole batch."""
-    alone = run_all(job(nproc=1))[0]
-    two = run_all(job(nproc=2, dp=2, micro_batches=2), job(nproc=2, system="chimera"))
+    steps = 6 if WHOLE else 3
+    alone = run_all(job(nproc=1, steps=steps))[0]
+    two = run_all(job(nproc=2, dp=2, micro_batches=2, steps=steps), job(nproc=2, system="chimera", steps=steps))
     for run in two:
         assert run.losses == pytest.approx(alone.losses, rel=3e-3)
 
