@@ -78,7 +78,7 @@ def test_cost_and_energy_by_hand() -> None:
 
 
 def test_plan_tells_goodput_cost_and_energy(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--budget", "1s", "--json"]
+    words = ["plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--budget", "2s", "--json"]
     assert main([*words, "--mtbf", "50000", "--price-per-gpu-hour", "2.5"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert 0.9 < told["economy"]["goodput"] < 1.0

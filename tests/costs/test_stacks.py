@@ -203,7 +203,7 @@ def test_hardware_reaches_every_verb(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["simulate", *common, "--pp", "2", "--tp", "2"],
         ["tune", *common, "--pp", "2", "--tp", "2", "--budget", "1s"],
         ["scale", *common, "--pp", "2", "--tp", "2", "--gpus", "8,16"],
-        ["plan", *common, "--gpus", "8", "--global-batch", "16", "--budget", "1s"],
+        ["plan", *common, "--gpus", "8", "--global-batch", "16", "--budget", "2s"],
     ):
         assert main(words) == 0, words
         told = json.loads(capsys.readouterr().out)

@@ -57,7 +57,11 @@ def start_server() -> None:
 
 def start_server_for_workers() -> None:
     """Start one server for all workers of a test run, in the process that starts them: what it imports takes ten
-    seconds of a core. It ends with that process, which alone holds the pipe that keeps it alive."""
+    seconds of a core. It ends with that process, which alone holds the pipe that keeps it alive.
+
+    From Python 3.14 on, a server forks only for the process that started it, so every worker has its own."""
+    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # type: ignore[attr-defined]
+        return
     start_server()
     os.environ[SERVER_ADDRESS] = str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
 

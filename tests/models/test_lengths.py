@@ -209,7 +209,7 @@ def test_pipelines_side_by_side_count_all_their_tokens(file: Path, capsys: pytes
 
 
 def test_tune_takes_lengths(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", *COMMON, "--lengths", str(file), "--dynamic", "--budget", "1s"]
+    words = ["tune", *COMMON, "--lengths", str(file), "--dynamic", "--budget", "2s"]
     found = run(words, capsys)
     assert found["setup"]["samples"] == 16
 

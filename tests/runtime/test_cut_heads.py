@@ -141,7 +141,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("size", some([2, 3, 4], quick=[2]))
+@pytest.mark.parametrize("size", some([2, 3, 4], quick=[2, 4]))
 def test_a_cut_head_gives_the_loss_and_gradients_of_the_whole_one(size):
     jobs = [(100 * size + k, *KINDS[k % len(KINDS)]) for k in range(draws(24, least=len(KINDS) if size == 2 else 4))]
     for per_rank in shared_ranks(size).run(run_cut_heads, jobs):

@@ -100,7 +100,7 @@ def test_torchtitans_own_config_classes_take_every_line(name: str) -> None:
 def test_the_verb_writes_a_folder_whose_script_starts_what_was_priced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "llama3-8b", "--gpus", "16", "--gpu", "h100", "--global-batch", "32", "--budget", "1s"]
+    words = ["plan", "llama3-8b", "--gpus", "16", "--gpu", "h100", "--global-batch", "32", "--budget", "2s"]
     words += ["--for", "megatron", "--pp", "4", "--tp", "2", "--json"]
     folder = tmp_path / "run"
     assert main([*words, "-o", f"{folder}/"]) == 0

@@ -66,7 +66,7 @@ def test_the_path_is_planned_and_trained_with_its_own_flag(tmp_path: Path, capsy
     config.write_text(json.dumps(CONFIG))
     asked = ["--gpus", "4", "--global-batch", "8", "--pp", "4", "--micro-batch-size", "1", "--seq", "4096"]
     assert (
-        main(["plan", str(config), *asked, "--budget", "1s", "--json", "-o", target, "--mtp", "--for", "octopipe"]) == 0
+        main(["plan", str(config), *asked, "--budget", "2s", "--json", "-o", target, "--mtp", "--for", "octopipe"]) == 0
     )
     told = json.loads(capsys.readouterr().out)
     found, plan = told["multi_token_prediction"], load_plan(target)

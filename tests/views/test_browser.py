@@ -328,7 +328,7 @@ def test_serve_tunes_a_model_end_to_end(browser: Any, tmp_path: Path) -> None:
             page.fill("[name=pp]", "2")
             page.fill("[name=micro_batches]", "4")
             page.fill("[name=tp]", "8")
-            page.fill("[name=budget_s]", "1")
+            page.fill("[name=budget_s]", "2")
             page.get_by_label("GPipe").check()
             page.get_by_role("button", name="Tune").click()
             page.wait_for_selector("#downloads:not([hidden])", timeout=120_000)

@@ -72,7 +72,7 @@ def test_the_page_asks_for_the_runtime_and_every_field_of_a_set_up() -> None:
 
 
 def test_an_answer_keeps_to_the_runtime_and_the_sizes_that_were_chosen() -> None:
-    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "32", "budget_s": "1", "tp": "2"}
+    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "32", "budget_s": "2", "tp": "2"}
     found = planned({**asked, "runtime": "megatron"})
     assert all(row["split"].startswith("tp 2") for row in found["candidates"])
     assert list(found["commands"]) == ["megatron"] and "torchrun" in found["commands"]["megatron"]
@@ -84,7 +84,7 @@ def test_an_answer_about_experts_is_plain_json() -> None:
     """Rows whose exchange is hidden were made of numpy's numbers once, and the page got an error instead of them."""
     import msgspec
 
-    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "global_batch": "64", "budget_s": "1", "ep": "8"}
+    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "global_batch": "64", "budget_s": "2", "ep": "8"}
     found = planned({**asked, "pp": "2", "runtime": "megatron", "today": "pp=2,ep=8,vp=2"})
     assert json.loads(msgspec.json.encode(found)) == json.loads(json.dumps(found))
 
