@@ -33,7 +33,7 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# Every worker, and the server that it forks ranks from, would compile all modules of a fresh clone at the same time.
+# Every worker, and the server that ranks are forked from, would compile all modules of a fresh clone at the same time.
 unit: $(VENV)/.test
 	@$(BIN)/python -m compileall -q octopipe
 	$(BIN)/pytest -n 3 --dist worksteal
