@@ -22,7 +22,6 @@ ON_PURPOSE = {
     ("test_cli_limits.py", "wait(60.0)"): "given up on purpose; the event is set right after",
     ("test_executor_failures.py", "HANG_TIMEOUT_S=30.0"): "a rank hangs, and this is waited out",
     ("test_faults.py", "TIMEOUT_S=30.0"): "a rank hangs or stands still, and this is waited out",
-    ("test_large_messages.py", "TIMEOUT_S=30.0"): "a message that is no longer sent is waited for",
     ("test_nccl.py", "HANG_TIMEOUT_S=20.0"): "a rank hangs, and this is waited out",
     ("test_nccl.py", "TIMEOUT_S=30.0"): "a deadlock on the device is waited out",
     ("test_pairs_run.py", "TIMEOUT_S=30.0"): "a rank hangs, and this is waited out",

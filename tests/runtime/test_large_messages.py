@@ -18,8 +18,6 @@ from octopipe.search.systems import build_plan  # noqa: E402
 
 ROWS, WIDTH, COUNT = 1100, 512, 4
 TOLERANCE = 1e-9
-TIMEOUT_S = 30.0
-"""Of a run whose first rank refuses its layers: the second one may wait for a message that is no longer sent."""
 assert ROWS * WIDTH * 8 > BODIES_BYTES
 
 
@@ -80,9 +78,8 @@ def trained(world, kind, system, large):
         layers[0].mean = layers[0].mean[:rows].clone()
     plan = build_plan(system, CostTable.uniform(num_layers=2), 2, COUNT)
     loss_fn = lambda o, t: (o - t).square().mean()  # noqa: E731
-    timeout_s = TIMEOUT_S if kind == "overwrites" else PATIENCE_S
     try:
-        with Pipeline(layers, plan, loss_fn, group=world, timeout_s=timeout_s) as pipe:
+        with Pipeline(layers, plan, loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
             losses = [float(pipe.step(parts, parts)) for _ in range(2)]
             return losses, {n: float(p.grad) for n, p in pipe.named_parameters()}
     except OctoPipeError as error:
@@ -119,6 +116,37 @@ def test_a_buffer_that_is_handed_on_and_changed_arrives_as_it_was(system, large,
 def test_an_output_that_a_later_forward_writes_to_is_refused(system, two):
     texts = two.run(trained, "overwrites", system, True)
     assert any("changed in place an output" in text and "return a copy" in text for text in texts), texts
+
+
+def broken_off(world, rows):
+    """The first rank fails as soon as it has begun to send, in the middle of a message of several megabytes."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    plan = build_plan("gpipe", CostTable.uniform(num_layers=2), 2, COUNT)
+    parts = [torch.zeros(rows, WIDTH) for _ in range(COUNT)]
+    pipe = Pipeline(layers, plan, lambda o, t: o.mean(), group=world, timeout_s=PATIENCE_S)
+    deliver = pipe.transport.delivery.send_late
+
+    def begin(slot, tensor):
+        deliver(slot, tensor)
+        raise OctoPipeError("broken off on purpose")
+
+    if world.rank == 0:
+        pipe.transport.delivery.send_late = begin
+    try:
+        pipe.step(parts, parts)
+    except OctoPipeError as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return "over"
+
+
+@pytest.mark.parametrize("rows", [8_000, 20_000])
+def test_a_step_that_breaks_off_inside_a_message_ends_on_the_receiver_at_once(rows, two):
+    """Whose peer is alive: it heard nothing, and waited until its timeout."""
+    first, second = two.run(broken_off, rows)
+    assert "broken off on purpose" in first
+    assert "did not get the output of 0F1" in second and "the peer is gone" in second, second
 
 
 def wrapped(world, nested):

@@ -10,7 +10,9 @@ messages of a later pipeline.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,9 @@ from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, 
 from octopipe.runtime.wire.telling import peer_words
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 from octopipe.runtime.wire.transports.mail import BODIES_BYTES, Box, Mail
+
+SENDS_END_S = 5.0
+"""How long an interrupted step waits for messages that are on their way."""
 
 
 class End:
@@ -88,6 +93,7 @@ class Delivery:
         self.control = wire(world.control)
         self.pool = BufferPool(torch.device("cpu"))
         self._mail = Mail()
+        self._sending: list[End] = []
         self.meanwhile: Callable[[Any], None] | None = None
         """Called with a work before it is waited for. It may return before the work is complete."""
 
@@ -98,9 +104,25 @@ class Delivery:
         first_tag = self._world.new_tags(4 * max(self._world.gather(most)))
         for slot in slots:
             slot.state = End(slot, boxes.get(2 * slot.number + slot.sending), first_tag)
+        self._sending = [slot.state for slot in slots if slot.sending]
 
     def close(self) -> None:
         self._mail.close()
+
+    def end_sends(self) -> None:
+        """Wait a moment for messages that are on their way, before the connections of an interrupted step are closed.
+
+        If a connection is closed in the middle of a message, gloo tells every receiver that waits for a message, but
+        not the one that has begun to read this one: it would wait until its timeout. A message that nobody receives is
+        given up, which closes the connections.
+        """
+        end = time.monotonic() + SENDS_END_S
+        for state in self._sending if self._inline else ():
+            for work in state.works:
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+            state.works.clear()
+            state.bodies.clear()
 
     def dead(self) -> Collection[int]:
         return self._mail.dead()

@@ -60,6 +60,7 @@ class HeadedTransport(Transport):
 
     def abandon(self) -> None:
         self.delivery.close()
+        self.delivery.end_sends()
 
     def close(self) -> None:
         self.delivery.close()
