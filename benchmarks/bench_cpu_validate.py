@@ -12,13 +12,17 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench_gpu import SYSTEMS, models, tables
 from one_line import place_for, start
 
 from octopipe.runtime.measure.trial import STEADY_MEMORY
 from octopipe.runtime.ranks.launch import by_rank, run_ranks
+
+if TYPE_CHECKING:
+    from octopipe.costs.profile import Profile
+    from octopipe.plans.plan import Plan
 
 
 def task(rank: int, nproc: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -55,7 +59,7 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> list[dict[str, Any]
     return rows
 
 
-def plans(profile: Any, nproc: int, micro_batches: int, args: argparse.Namespace) -> dict[str, Any]:
+def plans(profile: Profile, nproc: int, micro_batches: int, args: argparse.Namespace) -> dict[str, Plan]:
     from octopipe.base.errors import OctoPipeError
     from octopipe.search.systems import build_plan
     from octopipe.search.tuner import tune

@@ -17,13 +17,18 @@ import argparse
 import math
 import time
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from one_line import needs_device, start, write_json
 
 from octopipe.models.layers import Block, Embedding, Head, Mlp
 from octopipe.models.mixers import Attention
 from octopipe.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from octopipe.costs.profile import Profile
+    from octopipe.runtime.ranks.rank_process import Seat
+    from octopipe.search.measured_tuning import Row
 
 RANKS = 4
 
@@ -60,7 +65,7 @@ def gemma_3(size: str) -> ModelSpec:
     )
 
 
-def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+def task(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """Everything, on every rank; rank 0's answer counts."""
     from octopipe.runtime.measure.timed_run import TimedRun
     from octopipe.runtime.measure.trial import Workload, profile_workload
@@ -134,7 +139,7 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def op_ratios(row: Any, profile: Any) -> dict[str, tuple[float, float]]:
+def op_ratios(row: Row, profile: Profile) -> dict[str, tuple[float, float]]:
     """Measured and predicted time of all ops of a kind, in ms: those of the body, of shards of the head and of the
     embedding, and of the loss."""
     from octopipe.plans.pair_price import op_durations

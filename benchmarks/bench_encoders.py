@@ -34,11 +34,9 @@ TOWERS: dict[str, tuple[int, int | None]] = {
 
 def costs_of(model: str, counts: np.ndarray, pp: int, seq: int, frozen: bool) -> CostTable:
     """The preset's costs for micro-batches with these images."""
-    positions = TOWERS[model][1]
-    more = {} if positions is None else {"encoder_seq": positions}
     return resolve_costs(
         model, pp=pp, tp=1, seq=seq, micro_batches=counts.size, images=[int(n) for n in counts],
-        frozen="towers" if frozen else "", **more,
+        frozen="towers" if frozen else "", encoder_seq=TOWERS[model][1],
     )  # fmt: skip
 
 

@@ -180,7 +180,7 @@ def schedules(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
         layers: list[nn.Module] = [Block() for _ in range(4 * size)]
         x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
         costs = CostTable.uniform(num_layers=len(layers), input_ms=1.0, weight_ms=1.0, p2p_ms=0.2)
-        options = {"chunks": 2} if ours_name == "interleaved" else {}
+        options: dict[str, Any] = {"chunks": 2} if ours_name == "interleaved" else {}
         plan = build_plan(ours_name, costs, size, count, **options)
         schedule, modules = theirs(their_name, layers, count, chunks)
         with Pipeline(layers, plan, loss_fn, costs=costs, group=World(dist.group.WORLD)) as pipe:
@@ -300,7 +300,7 @@ def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     x, y = torch.randn(count * 512, 512), torch.randn(count * 512, 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if side == "ours":
-        options = {"chunks": 2} if name == "interleaved" else {}
+        options: dict[str, Any] = {"chunks": 2} if name == "interleaved" else {}
         plan = build_plan(name, CostTable.uniform(num_layers=len(layers)), size, count, **options)
         with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
             for _ in range(4):

@@ -15,13 +15,19 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from one_line import needs_device, start
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def median_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
+    from octopipe.models.layers import Moe
+
+
+def median_ms(run: Callable[[], object], device: str, repeats: int) -> float:
     """Of single runs after two that are not timed."""
     import torch
 
@@ -43,7 +49,7 @@ def median_ms(run: Callable[[], Any], device: str, repeats: int) -> float:
     return float(np.median(times))
 
 
-def pieces_of(part: Any, tokens: int, device: str) -> dict[str, Callable[[], Any]]:
+def pieces_of(part: Moe, tokens: int, device: str) -> dict[str, Callable[[], object]]:
     """Every kernel of the layer by name, on tensors of its sizes. Tokens go to experts at random."""
     import torch
 
@@ -66,24 +72,24 @@ def pieces_of(part: Any, tokens: int, device: str) -> dict[str, Callable[[], Any
     product = torch.randn(e, w, wide, **made)
     bias = torch.randn(e, wide, **made)
 
-    def backward(forward: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+    def backward(forward: Callable[..., Tensor], *given: Tensor) -> Callable[[], object]:
         leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in given]
         result = forward(*leaves)
         wanted = [t for t in leaves if t.requires_grad]
         g = torch.randn_like(result)
         return lambda: torch.autograd.grad(result, wanted, g, retain_graph=True)
 
-    def weighted(weights: Any, out: Any) -> Any:
+    def weighted(weights: Tensor, out: Tensor) -> Tensor:
         return (weights[:, None] @ out.unflatten(0, (-1, k)))[:, 0]
 
-    both = {
+    both: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         "sort": (lambda x: Dispatch.apply(x, order, inverse, k), (stream,)),
         "activation": (lambda m: activate(part.activation, m), (mid,)),
         "bias": (lambda m, b: AddRows.apply(m, b, chosen[order]), (mid, bias)),
         "sort back": (lambda o: Permute.apply(o, inverse, order), (out,)),
         "weighted sum": (weighted, (weights, out)),
     }
-    found = {
+    found: dict[str, Callable[[], object]] = {
         "product up F": lambda: grouped_product(x, up, ends),
         "product down F": lambda: grouped_product(inner, down, ends),
         "product up I": lambda: grouped_product(mid, up.mT, ends),
@@ -95,7 +101,7 @@ def pieces_of(part: Any, tokens: int, device: str) -> dict[str, Callable[[], Any
         found["product down W"] = lambda: grouped_mm(inner.mT, out, offs=ends)
     for name, (forward, given) in both.items():
         if name != "bias" or part.bias:
-            found[f"{name} F"] = lambda forward=forward, given=given: forward(*given)  # type: ignore[misc]
+            found[f"{name} F"] = partial(forward, *given)
             found[f"{name} I"] = backward(forward, *given)
     return found
 

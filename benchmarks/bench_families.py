@@ -17,8 +17,9 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
@@ -33,6 +34,11 @@ from octopipe.huggingface import layers
 from octopipe.huggingface.examples import takes_more_than_tokens
 from octopipe.huggingface.source import build_on_meta
 
+if TYPE_CHECKING:
+    from ranks import Ranks
+
+    from octopipe.plans.plan import Plan
+
 LIMIT_S, PATIENCE_S, LARGEST = 120, 1200, 3e7
 """Seconds of this process's own time per family, seconds by the clock (for one that hangs), and the most parameters."""
 
@@ -41,11 +47,11 @@ class TooLong(BaseException):  # no handler of other exceptions swallows it
     pass
 
 
-def _late(*_: Any) -> None:
+def _late(*_: object) -> None:
     raise TooLong
 
 
-def judge(family: str, ranks: Any, plans: Any) -> tuple[str, str]:
+def judge(family: str, ranks: Ranks | None, plans: Callable[[int], dict[str, Plan]] | None) -> tuple[str, str]:
     """The verdict and what goes with it."""
     try:
         config = tiny_config(family)

@@ -17,14 +17,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from one_line import known, needs_device, place_for, start
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import jamba, llama, nemotron_h
+
+if TYPE_CHECKING:
+    from octopipe.costs.profile import Profile
+    from octopipe.plans.plan import Plan
+    from octopipe.runtime.measure.workload import Workload
+    from octopipe.simulation.lowering import Channel
 
 RANKS = 4
 MODELS = ("nemotron", "llama", "jamba")
@@ -71,7 +78,7 @@ def models(small: bool = False) -> dict[str, ModelSpec]:
     return {"nemotron": nemotron, "llama": attention, "jamba": mixed(own), "jamba-128k": mixed(wide)}
 
 
-def workload(spec: ModelSpec, args: argparse.Namespace) -> Any:
+def workload(spec: ModelSpec, args: argparse.Namespace) -> Workload:
     from octopipe.runtime.measure.trial import Workload
 
     dtype = "bfloat16" if args.device == "cuda" else "float32"
@@ -119,10 +126,13 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
         loss_value = 0.0
         for _ in range(2):
             pipe.zero_grad()
-            loss_value = float(pipe.step(batch, target))
+            found = pipe.step(batch, target)
+            assert found is not None
+            loss_value = float(found)
         worst = 0.0
         for number, module in pipe.modules().items():
             for p, q in zip(module.parameters(), whole[number].parameters()):
+                assert p.grad is not None and q.grad is not None
                 worst = max(worst, float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-12)))
         out["systems"][name] = {"loss": loss_value, "worst_gradient": max(world.gather(worst))}
         pipe.close()
@@ -152,7 +162,7 @@ def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, b
     return out
 
 
-def show_profile(profile: Any) -> None:
+def show_profile(profile: Profile) -> None:
     about = profile.about
     print(
         f"{profile.costs.model}: {about['total_seconds']} s, rehearsal {about.get('rehearsal')}, "
@@ -247,7 +257,7 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     return count
 
 
-def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
+def _full_load_ms(plan: Plan, profile: Profile, channel: Channel) -> float:
     """What the simulator says when every op takes its time under full load."""
     from octopipe.simulation.lowering import lower
     from octopipe.simulation.simulator import simulate
@@ -258,7 +268,9 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 # --- the phases ------------------------------------------------------------------------------------------
 
 
-def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
+def in_ranks(
+    task: Callable[[int, int, argparse.Namespace], object], args: argparse.Namespace, timeout_s: float
+) -> list[Any]:
     from octopipe.runtime.measure.mps import Mps
     from octopipe.runtime.ranks.launch import by_rank, run_ranks
 
@@ -268,7 +280,7 @@ def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]
         return run_ranks(by_rank(task), args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
 
 
-def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> Any:
+def tuned_plan(profile: Profile, args: argparse.Namespace, micro_batches: int) -> Plan:
     """Of some searches on the times with all ranks at work, as predicted with the ranks' real coupling: within 1 % of
     the best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients
     reduced through the host here."""

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def products(m: int, k: int, n: int, device: str) -> Iterator[Case]:
             b = torch.randn(k, n, device=device).to(dtype)
             a = a.t().contiguous().t() if layout[0] == "t" else a
             b = b.t().contiguous().t() if layout[1] == "t" else b
-            yield f"{m}x{k}x{n} {layout} {str(dtype)[6:]}", lambda a=a, b=b: a @ b, a.float() @ b.float()
+            yield f"{m}x{k}x{n} {layout} {str(dtype)[6:]}", partial(torch.matmul, a, b), a.float() @ b.float()
     a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
     yield f"{m}x{k}x{n} float32", lambda: a @ b, (a.double() @ b.double()).float()
     left, right = torch.randn(4, m // 4, k, device=device), torch.randn(4, k, n // 4, device=device)
@@ -98,11 +99,12 @@ def attentions(device: str, small: bool) -> Iterator[Case]:
         wide = [x.detach().float().requires_grad_() for x in inputs]
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             right = attention_gradients(wide)
-        yield f"attention {tokens} {heads} {width}", lambda inputs=inputs: attention_gradients(inputs), right
+        yield f"attention {tokens} {heads} {width}", partial(attention_gradients, inputs), right
 
 
 def attention_gradients(inputs: list[Tensor]) -> Tensor:
-    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    q, k, v = inputs
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return torch.cat([g.flatten() for g in torch.autograd.grad(out.sum(), inputs)])
 
 

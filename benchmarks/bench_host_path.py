@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -45,7 +45,7 @@ class FreeDriver:
     def __init__(self) -> None:
         self.moved = 0
 
-    def set_copy(self, *_: Any) -> None:
+    def set_copy(self, *_: object) -> None:
         self.moved += 1
 
 
@@ -77,7 +77,7 @@ class FreePool:
 
 
 class FreeEvent:
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
 
@@ -160,7 +160,7 @@ def executor_of(args: argparse.Namespace, moving: bool) -> Executor:
 
 
 @contextlib.contextmanager
-def no_device() -> Any:
+def no_device() -> Iterator[None]:
     """All calls of the device that steps make, done without one."""
     names = ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_allocated")
     with contextlib.ExitStack() as stack:
@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, moving: bool) -> None:
     recorder, plan = executor.recorder, executor.program.plan
     kinds = np.array([op.kind for op in plan.orders[args.rank]])
     batch = [torch.ones(4, WIDTH) for _ in range(args.micro_batches)]
-    inside: list[Any] = []
+    inside: list[np.ndarray] = []
     around: list[float] = []
     executor.run(batch, None, step=0)
     FreePool.driver.moved = 0

@@ -20,7 +20,7 @@ import argparse
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from one_line import needs_device, start, write_json
@@ -28,6 +28,15 @@ from op_times import by_kind
 
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import llama
+
+if TYPE_CHECKING:
+    from octopipe.costs.cluster.hardware import Link
+    from octopipe.costs.profile import Profile
+    from octopipe.costs.table import CostTable
+    from octopipe.plans.plan import Plan
+    from octopipe.runtime.measure.workload import Workload
+    from octopipe.runtime.ranks.rank_process import Seat
+    from octopipe.runtime.ranks.world import World
 
 RANKS = 4
 GIB = float(1 << 30)
@@ -42,7 +51,7 @@ def model(small: bool, blocks: int) -> ModelSpec:
     return llama("llama-like", blocks=blocks, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32768)
 
 
-def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+def task(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """Everything, on every rank; rank 0's answer counts."""
     from octopipe.runtime.measure.trial import Workload, profile_workload
     from octopipe.runtime.ranks.world import World
@@ -96,12 +105,12 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def slower(link: Any, factor: float) -> Any:
+def slower(link: Link, factor: float) -> Link:
     """The link with so many times less bandwidth."""
     return replace(link, ms_per_byte=factor * link.ms_per_byte)
 
 
-def measured(work: Any, plan: Any, world: Any, profile: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measured(work: Workload, plan: Plan, world: World, profile: Profile, args: argparse.Namespace) -> dict[str, Any]:
     """A plan's times and peaks, predicted and measured. One plan at a time: the allocator's peak is to be its own."""
     from octopipe.runtime.measure.timed_run import TimedRun
     from octopipe.simulation.contention import predict
@@ -127,7 +136,7 @@ def measured(work: Any, plan: Any, world: Any, profile: Any, args: argparse.Name
     }
 
 
-def searched(costs: Any, ranks: int, args: argparse.Namespace, seat: Any) -> list[dict[str, Any]]:
+def searched(costs: CostTable, ranks: int, args: argparse.Namespace, seat: Seat) -> list[dict[str, Any]]:
     """Fast plans that keep everything, what host memory leaves of their peaks, and the best plan without host memory
     (recomputation allowed) for ranks that have just that."""
     from octopipe.base.errors import OctoPipeError

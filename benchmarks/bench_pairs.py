@@ -52,7 +52,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.analytic.traffic import Exchange
 from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import Precision, Recompute, Setup
 from octopipe.costs.table import CostTable
 from octopipe.models.zoo import preset
 from octopipe.plans.plan import Plan
@@ -70,7 +70,7 @@ HERE = Path(__file__).resolve().parent
 
 SYSTEMS = ("1f1b", "zb-v", "interleaved-overlap", "dualpipe", "dualpipev")
 EXCHANGE = Exchange(link_share=0.9, dispatch_bytes=1.03, most_nodes=4)
-CASES = {
+CASES: dict[str, tuple[str, int, int, int, int, Precision]] = {
     # model: (gpu, pp, ep, dp, micro-batches, precision)
     "deepseek-v3": ("h800", 16, 64, 128, 128, "fp8"),
     "kimi-k2": ("h800", 16, 64, 64, 256, "fp8"),
@@ -82,7 +82,7 @@ RESULTS = HERE / "results" / "pairs.jsonl"
 DENSE = (("nemotron-h-8b", 4, 16), ("jamba-52b", 8, 16), ("llama3-70b", 8, 16))
 
 
-def model_costs(name: str, recompute: str = "selective", layers: int | None = None) -> tuple[CostTable, int, int]:
+def model_costs(name: str, recompute: Recompute = "selective", layers: int | None = None) -> tuple[CostTable, int, int]:
     device, pp, ep, dp, count, precision = CASES[name]
     setup = Setup(
         gpu=gpu(device), tp=1, pp=pp, ep=ep, dp=dp, seq=4096, zero=1, precision=precision, recompute=recompute,

@@ -36,7 +36,7 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def randn(*shape: int, seed: int, device: str, dtype: Any = torch.bfloat16) -> Tensor:
+def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
@@ -86,6 +86,7 @@ def check(device: str, tell: Callable[[dict[str, Any]], None]) -> None:
     keep_main_gradients([p])
     for _ in range(8):
         add_product(p, None, a, b)
+    assert p.grad is not None
     wide = device == "cuda" and _has_wide_products(p.device)
     tell({"check": "weight product", "fused": wide, "apart": apart(p.grad, 8 * a.double().mT @ b.double())})
     q, k, v = (F.normalize(randn(1, 4, 500, 64, seed=s, device=device).float(), dim=-1).bfloat16() for s in (0, 1, 2))

@@ -27,13 +27,14 @@ from one_line import known, start
 
 from octopipe.costs.analytic.calibration import DEFAULT_STACK, FORMAT_OF_ALL, Stack, stack_named, stack_names
 from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS as CSV
 from octopipe.costs.measured import STACKS_FILE
 from octopipe.costs.runs import Run, read_runs, under
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
 from octopipe.search.planner.fitting import Fit, Fitted, SeenRun, errors_of, fit_stack
-from octopipe.search.recompute import plan_under
+from octopipe.search.recompute import Price, plan_under
 from octopipe.search.systems import build_plan
 from octopipe.search.systems.shapes import stages_from_sizes
 from octopipe.simulation.simulator import simulate
@@ -64,8 +65,8 @@ def stack_of(run: Run) -> Stack:
     return stack_named(run.stack if run.stack in stack_names() else DEFAULT_STACK)
 
 
-def price_of(run: Run) -> Any:
-    known: dict[Any, CostTable] = {}
+def price_of(run: Run) -> Price:
+    known: dict[Setup, CostTable] = {}
     stack = stack_of(run)
     if run.exchange == "hidden":
         stack = replace(stack, rates=tuple((g, p, replace(r, exchange=0.0)) for g, p, r in stack.rates))
@@ -114,9 +115,10 @@ def simulated(run: Run, *, pairs: bool = False) -> dict[str, Any]:
     assert setup.micro_batches is not None
     interleaved = run.chunks > 1 and setup.micro_batches % setup.pp == 0
     name = "interleaved-overlap" if pairs else "interleaved"
-    system, options = (name, {"chunks": run.chunks}) if interleaved else ("1f1b", {})
+    system = name if interleaved else "1f1b"
+    options: dict[str, Any] = {"chunks": run.chunks} if interleaved else {}
 
-    def build(costs: CostTable) -> Any:
+    def build(costs: CostTable) -> Plan:
         plan = build_plan(system, costs, setup.pp, setup.micro_batches or 1, **options)
         if pairs and setup.pp == 1 and costs.exchanges:
             return with_pairs(plan)

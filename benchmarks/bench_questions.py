@@ -36,6 +36,7 @@ from octopipe.costs.cluster.file import count_gpus, nodes_from_object
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.runs import Run, published_runs
+from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import preset
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.pricing import Candidate, Pricer
@@ -214,7 +215,7 @@ def asked(question: Question, budget_s: float, wall: bool) -> dict[str, Any]:
     }
 
 
-def megatron_takes(best: Candidate, spec: Any, lines: dict[str, str]) -> str:
+def megatron_takes(best: Candidate, spec: ModelSpec, lines: dict[str, str]) -> str:
     """What Megatron-LM's own parser says to the line, where there is one and a checkout to ask."""
     from octopipe.search.planner.megatron_line import megatron_line
 
@@ -247,11 +248,22 @@ def show(row: dict[str, Any]) -> None:
 def published_questions(only: list[int] | None = None) -> Iterator[tuple[int, Run, Setup, dict[str, int]]]:
     """Every published run as a question, by its number: the run, the set-up without sizes, and its split. Another
     release of the same stack with the same split is the same question."""
-    seen: set[Any] = set()
+    seen: set[tuple[object, ...]] = set()
     for row in published_runs():
         setup = row.setup
-        sizes = {"tp": 1, "cp": 1, "ep": 1, "etp": None, "pp": 1, "dp": 1, "micro_batch_size": 1, "zero": 1}
-        base = replace(setup, **sizes, micro_batches=None, recompute="none")
+        base = replace(
+            setup,
+            tp=1,
+            cp=1,
+            ep=1,
+            etp=None,
+            pp=1,
+            dp=1,
+            micro_batch_size=1,
+            zero=1,
+            micro_batches=None,
+            recompute="none",
+        )
         today = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
         today |= {"micro_batch_size": setup.micro_batch_size} | ({"etp": setup.etp} if setup.etp else {})
         question = (row.spec, base, setup.num_gpus, setup.global_batch, tuple(today.values()))
@@ -262,7 +274,9 @@ def published_questions(only: list[int] | None = None) -> Iterator[tuple[int, Ru
             yield len(seen), row, base, today
 
 
-def with_today(budget_s: float, wall: bool, only: list[int] | None, withheld: bool) -> Iterator[tuple[int, Any]]:
+def with_today(
+    budget_s: float, wall: bool, only: list[int] | None, withheld: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every published run's split beside the answer, by its number.
 
     It is given as --today, so the answer is never behind it; `alone` compares the best split that the search found by

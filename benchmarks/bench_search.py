@@ -63,8 +63,8 @@ def search_cost(seeds: int, first: int, iterations: int, budget_s: float) -> Non
     by_count: dict[str, list[list[Step]]] = {}
     by_time: dict[str, list[list[Step]]] = {}
     for name, kind in kinds.items():
-        for logs, limit, most in ((by_count, 1e6, iterations), (by_time, budget_s, None)):
-            logs[name] = [
+        for kept, limit, most in ((by_count, 1e6, iterations), (by_time, budget_s, None)):
+            kept[name] = [
                 kind(costs, RANKS, MICRO_BATCHES, budget_s=limit, seed=s, iterations=most, **ALONE).run().log
                 for s in range(first, first + seeds)
             ]

@@ -184,7 +184,7 @@ def run_variant(variant: str, runs: list[tuple[str, int]], moves: int) -> None:
     change_settings(settings_module(), changes_of(variant))
     # Notes of compiled kernels are found by the package's text, which does not say that settings were changed.
     kernels._Made._from_note = lambda self, note: False  # type: ignore[method-assign]
-    kernels.keep = lambda name, code: None
+    kernels.keep = lambda name, content: None
     from octopipe.search.tuner import tune
     from octopipe.search.tuner.systems import Systems
 

@@ -32,8 +32,11 @@ from octopipe.plans.file import load_plan
 from octopipe.plans.plan import KINDS
 from octopipe.runtime.measure.timed_run import TimedRun
 from octopipe.runtime.measure.trial import Workload, on_ranks
+from octopipe.runtime.nn.moe import Moe
+from octopipe.runtime.ranks.rank_process import Seat
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.stages.captured import Captured
+from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import build, flatten
 from octopipe.search.systems import build_plan
@@ -68,7 +71,7 @@ def workload(args: argparse.Namespace) -> Workload:
 # --- ops ---------------------------------------------------------------------------------------------------
 
 
-def ops_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+def ops_task(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     world, work = World.make(None, None, None), workload(args)
     if args.profile:
         profile = load_profile(args.profile)
@@ -105,7 +108,8 @@ def ops_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         step["busy_ms"] = float(device.sum())
         rows.append(step)
     peak = run.trial().peak_bytes
-    captured, reasons = run.pipe.executor.ops.captured, getattr(run.pipe.executor.ops, "reasons", {})
+    ops = run.pipe.executor.ops
+    captured, reasons = ops.captured, ops.reasons if isinstance(ops, GraphedOps) else {}
     run.close()
     return {
         "captured": captured,
@@ -118,17 +122,21 @@ def ops_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def built(layer: Callable[[], torch.nn.Module] | torch.nn.Module) -> torch.nn.Module:
+    return layer if isinstance(layer, torch.nn.Module) else layer()
+
+
 # --- kernels -----------------------------------------------------------------------------------------------
 
 
-def kernels_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+def kernels_task(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """F, I and W of layers 1 and 2 as one stage, alone, under the profiler."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     work = workload(args)
     device = work.place(0)
     layers = work.layers(device)
-    made = [layers[k]() if not isinstance(layers[k], torch.nn.Module) else layers[k] for k in range(3)]
+    made = [built(layers[k]) for k in range(3)]
     with torch.no_grad():
         value = made[0](work.batch(device, 1)[0])
     stage = Stage(made[1:], first_layer=1)
@@ -182,20 +190,19 @@ def kernels_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
 # --- host ------------------------------------------------------------------------------------------------------
 
 
-def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+def host_task(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """F, I and W of layers 1 and 2 as one stage, replayed from graphs; inputs and gradients are copied in, as those
     that arrive from other ranks are."""
     from torch.profiler import ProfilerActivity, profile
 
     from octopipe.runtime.slots import Cell
     from octopipe.runtime.stages.chain import StageChain
-    from octopipe.runtime.stages.cuda_graphs import GraphedOps
     from octopipe.runtime.stages.graph_memory import graph_driver
 
     work = workload(args)
     device = work.place(0)
     layers = work.layers(device)
-    made = [layers[k]() if not isinstance(layers[k], torch.nn.Module) else layers[k] for k in range(3)]
+    made = [built(layers[k]) for k in range(3)]
     with torch.no_grad():
         value = made[0](work.batch(device, 1)[0])
         leaf = made[1](value)
@@ -326,7 +333,7 @@ def host_words(row: dict[str, Any]) -> str:
 # --- drift -------------------------------------------------------------------------------------------------
 
 
-def drift_task(seat: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def drift_task(seat: Seat, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All layers on one process, as `validate` steps them: gradients kept, AdamW that changes nothing."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -377,7 +384,7 @@ def routed(run: TimedRun) -> list[float]:
         value: Any = batch
         for _, module in sorted(run.pipe.modules().items())[:-1]:
             for inner in module.modules():
-                if hasattr(inner, "router") and hasattr(inner, "layer"):
+                if isinstance(inner, Moe):
                     hook: list[Any] = []
                     handle = inner.router.register_forward_hook(lambda m, a, o, hook=hook: hook.append(o))
                     module(value)

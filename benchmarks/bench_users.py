@@ -34,6 +34,8 @@ from user_tables import tables
 from user_training import Train, train_chunks, train_plans, train_workload
 
 from octopipe.costs.profile_file import Profile
+from octopipe.runtime.ranks.rank_process import Seat
+from octopipe.runtime.ranks.world import World
 from octopipe.search.measured_tuning import Outcome
 from octopipe.simulation.contention import predict
 
@@ -69,10 +71,8 @@ class Line:
         self._path.write_text(f"{self._before}{json.dumps(self.record)}\n")
 
 
-def task(seat: Any, args: argparse.Namespace) -> None:
+def task(seat: Seat, args: argparse.Namespace) -> None:
     """All set-ups of one kind on every rank; rank 0 writes."""
-    from octopipe.runtime.ranks.world import World
-
     world = World.make(None, None, None)
     for name in args.names:
         # All ranks ask one clock: one that begins alone would wait for the others for ever.
@@ -99,12 +99,12 @@ def task(seat: Any, args: argparse.Namespace) -> None:
         seat.tell(f"{name}: {time.perf_counter() - began:.0f} s, {best.name} {best.ran.step_ms:.1f} ms")
 
 
-def _write(line: Line, world: Any) -> None:
+def _write(line: Line, world: World) -> None:
     if world.rank == 0:
         line.write()
 
 
-def _train(name: str, tuned: Tuned, line: Line, seat: Any, world: Any, args: argparse.Namespace) -> None:
+def _train(name: str, tuned: Tuned, line: Line, seat: Seat, world: World, args: argparse.Namespace) -> None:
     """Train the set-up's plans, each recorded as soon as it is through."""
     plans: list[dict[str, Any]] = []
     line.record["train"] = {"steps": args.train, "optimizer": "adamw", "plans": plans}
@@ -136,7 +136,7 @@ def _forget() -> float:
     return round(torch.cuda.memory_allocated() / (1 << 30), 3)
 
 
-def _ours(name: str, seat: Any, world: Any, args: argparse.Namespace) -> Tuned:
+def _ours(name: str, seat: Seat, world: World, args: argparse.Namespace) -> Tuned:
     """A set-up on octopipe's own runtime."""
     from octopipe.cli.verbs.runnable import model_of
     from octopipe.runtime.measure.trial import Workload, profile_workload
@@ -179,7 +179,7 @@ def _ours(name: str, seat: Any, world: Any, args: argparse.Namespace) -> Tuned:
     )
 
 
-def _megatron(name: str, seat: Any, world: Any, args: argparse.Namespace) -> Tuned:
+def _megatron(name: str, seat: Seat, world: World, args: argparse.Namespace) -> Tuned:
     """A set-up on Megatron-Core's chunks, through the drop-in."""
     import megatron_chunks as chunks
 

@@ -20,6 +20,7 @@ from octopipe.costs.analytic.calibration import FORMAT_OF_ALL, OWN_STACK
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import STACKS_FILE
+from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import preset
 from octopipe.search.planner.fitting import SeenLayer, fit_stack
 
@@ -36,7 +37,7 @@ def kinds(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["model"], row["kind"]): row for row in rows if "measured_ms" in row}
 
 
-def layer_of(model: str, kind: str) -> tuple[Any, int]:
+def layer_of(model: str, kind: str) -> tuple[ModelSpec, int]:
     """The model, and the number of its first layer of a kind: class names of its parts, and a letter among twins."""
     spec = preset(model).scaled(1.0, num_layers=LAYERS[model])
     name, _, letter = kind.rpartition(" ") if kind[-2:-1] == " " else (kind, "", "a")

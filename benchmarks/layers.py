@@ -11,17 +11,23 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from one_line import start
+from torch import Tensor, nn
 
 from octopipe.models import layers as L
 from octopipe.models import mixers as X
 from octopipe.models.spec import ModelSpec
 from octopipe.runtime.nn import build_layers, cross_entropy
+from octopipe.runtime.nn.head import LazyLogits
 from octopipe.runtime.stages.activation_bytes import held_bytes
+from octopipe.runtime.stages.run import StageRun
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import flatten
+
+T = TypeVar("T")
 
 
 def _layers(hidden: int) -> dict[str, L.Layer]:
@@ -42,57 +48,63 @@ def _layers(hidden: int) -> dict[str, L.Layer]:
     }
 
 
-def _time_ms(device: torch.device, repeats: int, op: Callable[[], object], before=None) -> float:
+def _time_ms(device: torch.device, repeats: int, before: Callable[[], T], op: Callable[[T], object]) -> float:
+    """Of the op, which takes what was made before it, outside the time."""
     times = []
     for i in range(repeats + 3):
-        value = before() if before is not None else None
+        value = before()
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()
-            op(value) if before is not None else op()
+            op(value)
             end.record()
             torch.cuda.synchronize()
             elapsed = start.elapsed_time(end)
         else:
             began = time.perf_counter()
-            op(value) if before is not None else op()
+            op(value)
             elapsed = 1e3 * (time.perf_counter() - began)
         if i >= 3:
             times.append(elapsed)
     return statistics.median(times)
 
 
-def measure(name: str, module, x: torch.Tensor, then, repeats: int) -> str:
+def measure(name: str, module: nn.Module, x: Tensor, then: Callable[[LazyLogits], Tensor] | None, repeats: int) -> str:
     """One line of the table."""
     stage = Stage([module], input_grad=x.is_floating_point())
     device = x.device
 
-    def forward():
+    def forward() -> StageRun:
         return stage.forward(x, then=then)
 
     run = forward()
-    leaves: list = []
+    leaves: list[Tensor] = []
     flatten(run.outputs, leaves)
     grad = torch.ones_like(leaves[0])
     del run, leaves
-    f = _time_ms(device, repeats, forward)
+    f = _time_ms(device, repeats, lambda: None, lambda _: forward())
 
-    def plain_forward():
+    def plain_forward() -> Tensor:
         y = module(x.detach().requires_grad_(x.is_floating_point()))
         return y if then is None else then(y)
 
-    plain = _time_ms(device, repeats, lambda y: torch.autograd.backward(y, grad), plain_forward)
-    b = _time_ms(device, repeats, lambda r: r.backward_full(grad), forward)
-    i = _time_ms(device, repeats, lambda r: r.backward_input(grad), forward)
+    plain = _time_ms(device, repeats, plain_forward, lambda y: torch.autograd.backward(y, grad))
+    b = _time_ms(device, repeats, forward, lambda r: r.backward_full(grad))
+    i = _time_ms(device, repeats, forward, lambda r: r.backward_input(grad))
 
-    def after_input():
+    def after_input() -> StageRun:
         r = forward()
         r.backward_input(grad)
         return r
 
-    w = _time_ms(device, repeats, lambda r: r.backward_weight(), after_input)
-    both = _time_ms(device, repeats, lambda r: (r.backward_input(grad), r.backward_weight()), forward)
+    w = _time_ms(device, repeats, after_input, lambda r: r.backward_weight())
+
+    def one_by_one(r: StageRun) -> None:
+        r.backward_input(grad)
+        r.backward_weight()
+
+    both = _time_ms(device, repeats, forward, one_by_one)
     held = held_bytes(stage, x, then=then)
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.plans.plan import KINDS
+from octopipe.plans.plan import KINDS, Plan
 from octopipe.simulation.timeline import Timeline
 
 
-def by_kind(plan: Any, predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
+def by_kind(plan: Plan, predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
     """Per rank: busy and idle time of both, and for every kind of op, alone and in pairs, the number of ops with the
     predicted mean and the measured mean and median. The two ops of a pair are one span from the first start to the last
     end."""

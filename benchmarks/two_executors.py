@@ -107,7 +107,7 @@ def theirs(
         mine = [rank, total - 1 - rank]
     else:
         mine = list(range(rank, total, size))
-    modules = [nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in mine]
+    modules: list[nn.Module] = [nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in mine]
     stages = [pp.PipelineStage(m, s, total, torch.device("cpu")) for m, s in zip(modules, mine)]
     schedule = getattr(pp, name)(stages if chunks > 1 or "Interleaved" in name else stages[0], micro_batches, loss)
     return schedule, modules

@@ -28,7 +28,7 @@ from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat, attributed, described
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.torch_private import default_store
-from octopipe.runtime.training.job import WARM_UP_STEPS, Phase, StepReport, TrainJob
+from octopipe.runtime.training.job import WARM_UP_STEPS, EvalReport, Phase, StepReport, TrainJob
 from octopipe.runtime.training.train import train_rank
 from octopipe.search.measured_tuning import Outcome, Row, corrected
 from octopipe.simulation.contention import predict
@@ -98,7 +98,7 @@ def train_plans(
             why = described(error)
         free(device)
         first = _first_failure(world, why, timeout_s)
-        record = {"name": row.name, "seconds": round(time.perf_counter() - began, 1)}
+        record: dict[str, Any] = {"name": row.name, "seconds": round(time.perf_counter() - began, 1)}
         if device.type == "cuda":
             record["left_gib"] = round(torch.cuda.memory_allocated(device) / GIB, 3)
         if first:
@@ -132,9 +132,12 @@ def _first_failure(world: World, words: str, timeout_s: float) -> str:
         said = _everyones(world, f"{time.time():.6f} {words}", TOGETHER_S if words else 2.0 * timeout_s)
     except RuntimeError:
         raise OctoPipeError(words or "another rank did not say how the training of this plan ended") from None
-    failed = [(*one.split(" ", 1), rank) for rank, one in enumerate(said) if one.split(" ", 1)[1]]
-    _, first, rank = min(failed, key=lambda one: float(one[0]), default=("", "", 0))
-    return attributed(rank, first) if first else ""
+    timed = [one.split(" ", 1) for one in said]
+    failed = [(float(when), rank, why) for rank, (when, why) in enumerate(timed) if why]
+    if not failed:
+        return ""
+    _, rank, first = min(failed)
+    return attributed(rank, first)
 
 
 def _check_group(world: World, why: str) -> None:
@@ -195,9 +198,10 @@ def train_workload(
     seat: Seat, work: Workload, plan: Plan, profile: Profile, *, steps: int, timeout_s: float
 ) -> Trained | None:
     """The loop of `octopipe train` on made-up text, with the precision and the graphs of the profile."""
-    began, starts = time.perf_counter(), []
+    began = time.perf_counter()
+    starts: list[float] = []
 
-    def hear(news: Any) -> None:
+    def hear(news: Phase | StepReport | EvalReport) -> None:
         if isinstance(news, StepReport) and not starts:
             starts.append(time.perf_counter() - began)
         elif isinstance(news, Phase) and news.notice:
@@ -252,7 +256,7 @@ def train_chunks(
     optimizer = MasterAdamW([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
     step = forward_backward_func(plan, costs=profile.costs, transport=transport, timeout_s=timeout_s, record=True)
     pipelines_ms, steps_ms, losses = [], [], []
-    with contextlib.closing(step):  # type: ignore[type-var]
+    with contextlib.closing(step):
         for _ in range(steps):
             at = time.perf_counter()
             for chunk in chunks:
@@ -263,7 +267,7 @@ def train_chunks(
                 torch.cuda.synchronize(device)
             told = world.gather([float(one["loss"]) for one in found])  # waits for all ranks: the step is over
             steps_ms.append(1e3 * (time.perf_counter() - at))
-            pipelines_ms.append(step.timeline().makespan_ms)  # type: ignore[attr-defined]
+            pipelines_ms.append(step.timeline().makespan_ms)
             losses.append(statistics.fmean(next(mine for mine in told if mine)))
             if not math.isfinite(losses[-1]):
                 raise OctoPipeError(f"the loss is {losses[-1]:g} at step {len(losses)}")
