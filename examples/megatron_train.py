@@ -6,6 +6,7 @@ plan says and takes the place of `get_forward_backward_func`. With a plan file o
 
 import os
 import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ import octopipe
 import octopipe.megatron
 
 VOCAB, WIDTH, LENGTH, DECODERS, MICRO_BATCHES, STEPS = 64, 64, 16, 6, 4, 12
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What is differentiated, and what is reported."""
 
 
 def select_device() -> bool:
@@ -116,7 +119,7 @@ def the_plan(ranks: int) -> octopipe.Plan:
     return octopipe.tune(costs, ranks, MICRO_BATCHES, iterations=300, copies=False, recompute="none").plan
 
 
-def batches(step: int, on_gpu: bool):
+def batches(step: int, on_gpu: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Sequences that count in threes from a random start, one micro-batch after the other."""
     generator = torch.Generator().manual_seed(step)
     for _ in range(MICRO_BATCHES):
@@ -125,7 +128,9 @@ def batches(step: int, on_gpu: bool):
         yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
 
 
-def forward_step(data_iterator, model):
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """As in any Megatron script: one micro-batch through a chunk, and the loss of its output."""
     batch = next(data_iterator)
     tokens = batch["tokens"]
@@ -133,7 +138,7 @@ def forward_step(data_iterator, model):
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).triu(1)
     output = model(tokens, positions, mask, labels=batch["labels"])
 
-    def loss(values: torch.Tensor):
+    def loss(values: torch.Tensor) -> Loss:
         mean = values.mean()
         return mean, {"loss": mean.detach().clone()}
 

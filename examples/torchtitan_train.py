@@ -76,10 +76,19 @@ def main() -> None:
 class CausalAttention(Module):
     """torch's own attention in the place of FlexAttention; (batch, length, heads, width) in and out."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **more: object,
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads before the length
         out = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=more.get("scale"), enable_gqa=bool(more.get("enable_gqa"))
+            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2)
 

@@ -11,10 +11,10 @@ import argparse
 import importlib.util
 import os
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -31,11 +31,14 @@ from octopipe.search.tuner import Progress, TuneResult, tune
 from octopipe.simulation.simulator import simulate
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from octopipe.costs.table import CostTable
     from octopipe.plans.plan import Plan
     from octopipe.runtime.training.job import TrainJob, TrainResult
 
-SETTING = {"model": "nemotron-h-56b", "gpu": "h800", "tp": 8}
+MODEL, GPU, TP = "nemotron-h-56b", "h800", 8
+SETTING = {"model": MODEL, "gpu": GPU, "tp": TP}
 PP, MICRO_BATCHES = 8, 8
 SOLVERS = {"tessel": {"time_limit_s": 3.0}}
 BUSY = 0.25
@@ -70,7 +73,7 @@ def part(number: int, title: str) -> None:
 
 def published_systems() -> tuple[CostTable, list[Result]]:
     part(1, "Published systems on Nemotron-H 56B, 64 H800 GPUs (predicted)")
-    costs = resolve_costs(SETTING["model"], pp=PP, gpu=str(SETTING["gpu"]), tp=int(SETTING["tp"]))  # type: ignore[arg-type]
+    costs = resolve_costs(MODEL, pp=PP, gpu=GPU, tp=TP)
     result = compare(costs, PP, MICRO_BATCHES, options=SOLVERS)
     show(result)
     return costs, [r for r in result.results if r.plan is not None]
@@ -92,11 +95,12 @@ def tuned_plan(costs: CostTable, published: list[Result], budget_s: float) -> No
     if result.explanation:
         out.print(result.explanation, style="dim")
     save_plan(result.plan.with_extra(setting=SETTING), OUT / "plan.json")
+    assert base.plan is not None and best.plan is not None
     plans = {"1F1B": base.plan, f"{best.system} (best published)": best.plan, "tuned": result.plan}
     report(costs, plans, OUT / "report.html")
 
 
-def report(costs: CostTable, plans: dict[str, Any], path: Path) -> None:
+def report(costs: CostTable, plans: dict[str, Plan], path: Path) -> None:
     from octopipe.views.report.entry import Entry
     from octopipe.views.report.page import report_html
 
@@ -111,7 +115,7 @@ def report(costs: CostTable, plans: dict[str, Any], path: Path) -> None:
 def tuned(costs: CostTable, start: Plan | None, budget_s: float) -> TuneResult:
     """Tune from a plan (and the tuner's own starts), with a live line where there is a terminal."""
     assert start is not None
-    live: Any = out.status("tuning") if out.is_terminal else nullcontext()
+    live: AbstractContextManager[Status | None] = out.status("tuning") if out.is_terminal else nullcontext()
     with live as status:
 
         def tell(p: Progress) -> None:
@@ -200,14 +204,14 @@ def narrow_model() -> ModelSpec:
 def run(jobs: list[TrainJob]) -> list[TrainResult]:
     """A step of each job in turn, so that whatever else the machine does, it does to both."""
     from octopipe.cli.verbs.train_result import step_line
-    from octopipe.runtime.training.job import Phase, StepReport
+    from octopipe.runtime.training.job import EvalReport, Phase, StepReport
     from octopipe.runtime.training.train import train_in_turns
 
-    live: Any = out.status("starting ranks") if out.is_terminal else nullcontext()
+    live: AbstractContextManager[Status | None] = out.status("starting ranks") if out.is_terminal else nullcontext()
     with live as status:
 
-        def tell(news: Phase | StepReport) -> None:
-            if status is not None:
+        def tell(news: Phase | StepReport | EvalReport) -> None:
+            if status is not None and not isinstance(news, EvalReport):
                 status.update(news.text if isinstance(news, Phase) else step_line(news, jobs[0].steps))
 
         results = train_in_turns(jobs, tell)

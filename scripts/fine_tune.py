@@ -27,7 +27,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SEQ, MICRO_BATCHES, LR, WARMUP, DECAY, BETAS, CLIP, SEED = 48, 4, 3e-3, 20, 0.1, (0.9, 0.95), 1.0, 3
 VOCAB, END = 320, "<|endoftext|>"
@@ -35,6 +38,9 @@ FLAGS = [
     *("--seq", str(SEQ), "--micro-batches", str(MICRO_BATCHES), "--lr", str(LR), "--schedule", "cosine"),
     *("--warmup", str(WARMUP), "--weight-decay", str(DECAY), "--clip", str(CLIP), "--seed", str(SEED), "--no-measure"),
 ]
+
+Sample = tuple[list[int], list[int], list[int]]
+"""Its tokens, their positions and the next tokens."""
 
 
 # -- what a user has -----------------------------------------------------------------------------------
@@ -110,15 +116,17 @@ def logged(log: Path) -> list[dict[str, Any]]:
 # -- the same run without octopipe ---------------------------------------------------------------------
 
 
-def windows_of(home: Path, name: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """Inputs, positions and next tokens of every sample, by a plain walk over the documents."""
+def windows_of(home: Path, name: str) -> list[Sample]:
+    """Every sample, by a plain walk over the documents."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(home / "model" / "tokenizer.json"))
+    end = tokenizer.token_to_id(END)
+    assert end is not None
     row: list[int] = []
     begins: list[bool] = []
     for text in texts_of(home, name):
-        ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id(END)]
+        ids = [*tokenizer.encode(text).ids, end]
         row += ids
         begins += [True] + [False] * (len(ids) - 1)
     found = []
@@ -132,7 +140,7 @@ def windows_of(home: Path, name: str) -> list[tuple[list[int], list[int], list[i
     return found
 
 
-def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int, float], Any]:
+def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int, float], nn.Module]:
     """Losses by step, evaluations, and the trained model."""
     import torch
     import transformers
@@ -142,16 +150,14 @@ def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=getattr(torch, dtype))
     model.train()
-    decay, rest = [], []
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (rest if name.endswith("bias") or "norm" in name or ".ln_" in name else decay).append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}], lr=LR, betas=BETAS, eps=1e-8
     )
     samples, held = windows_of(home, "corpus"), windows_of(home, "held")
-
-    def batch(rows: list[Any]) -> tuple[Any, Any, Any]:
-        return tuple(torch.tensor(column) for column in zip(*rows))  # type: ignore[return-value]
 
     losses: list[float] = []
     evaluations: dict[int, float] = {}
@@ -163,7 +169,7 @@ def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int
         items = sum(t != -100 for *_, targets in taken for t in targets)
         total = 0.0
         for sample in taken:
-            ids, positions, targets = batch([sample])
+            ids, positions, targets = (torch.tensor([column]) for column in sample)
             loss = model(
                 input_ids=ids, position_ids=positions, labels=ids, shift_labels=targets, use_cache=False,
                 num_items_in_batch=torch.tensor(items / MICRO_BATCHES, dtype=torch.float64),
@@ -183,7 +189,7 @@ def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int
     return losses, evaluations, model
 
 
-def plain_loss(model: Any, rows: list[Any]) -> float:
+def plain_loss(model: nn.Module, rows: list[Sample]) -> float:
     """Mean loss over all targets, by transformers' own forward."""
     import torch
 

@@ -32,7 +32,7 @@ def fast_machine() -> Any:
     return maker.func(**(maker.keywords | {"opt": 0, "codemodel": "small", "reloc": "pic"}))  # type: ignore[attr-defined]
 
 
-def unoptimised(llvm: Any, given: Any, text: str) -> bytes:
+def unoptimised(llvm: Any, machine: Any, text: str) -> bytes:
     """A module's code as `machine._compiled` makes it, without any optimisation."""
     return bytes(fast_machine().emit_object(llvm.parse_assembly(text)))
 
@@ -49,7 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     # Nothing is kept of programs that nobody runs again.
     machine.kept = lambda name: None
-    machine.keep = lambda name, code: None
+    machine.keep = lambda name, content: None
     from kernel_programs import disagreement
 
     optimised, began, full = machine._compiled, time.monotonic(), 0

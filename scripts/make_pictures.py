@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -27,6 +27,9 @@ from octopipe.simulation.simulator import simulate
 from octopipe.views.export.svg import timeline_svg
 from octopipe.views.export.terminal import timeline_text
 from octopipe.views.report import Entry, report_html
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # the browser's flags and the large case live with the tests
@@ -77,7 +80,7 @@ def terminal_picture(entry: Entry) -> str:
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium() -> Iterator[Browser | None]:
     """A browser, or None where there is none."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
@@ -95,7 +98,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def report_pictures(browser: Any, three: list[Entry], folder: Path) -> None:
+def report_pictures(browser: Browser, three: list[Entry], folder: Path) -> None:
     path = folder / "report.html"
     path.write_text(report_html(three), encoding="utf-8")
     page = browser.new_page(viewport={"width": 1440, "height": 1010})
@@ -114,6 +117,7 @@ def report_pictures(browser: Any, three: list[Entry], folder: Path) -> None:
         return [view.xAt((e.now.start[i] + e.now.end[i]) / 2), view.laneY(e, e.rank[i]) - view.scroll + 6]; }"""
     )
     box = page.locator("canvas").bounding_box()
+    assert box is not None
     page.mouse.click(box["x"] + x, box["y"] + y)
     page.mouse.move(box["x"] + x + 1, box["y"] + y)
     page.wait_for_timeout(100)
@@ -132,7 +136,7 @@ def report_pictures(browser: Any, three: list[Entry], folder: Path) -> None:
     page.close()
 
 
-def large_picture(browser: Any, folder: Path) -> None:
+def large_picture(browser: Browser, folder: Path) -> None:
     from report_cases import hundred_thousand
 
     plan, costs = hundred_thousand()
@@ -146,7 +150,7 @@ def large_picture(browser: Any, folder: Path) -> None:
     page.close()
 
 
-def serve_picture(browser: Any) -> None:
+def serve_picture(browser: Browser) -> None:
     from octopipe.views.report.serve import make_server
 
     with make_server() as server:
@@ -168,7 +172,7 @@ def serve_picture(browser: Any) -> None:
             thread.join()
 
 
-def until(page: Any, expression: str) -> None:
+def until(page: Page, expression: str) -> None:
     """Wait for an expression to be true (the page forbids the way Playwright itself waits)."""
     for _ in range(3000):
         if page.evaluate(expression):
@@ -177,7 +181,7 @@ def until(page: Any, expression: str) -> None:
     raise TimeoutError(expression)
 
 
-def shot(page: Any, name: str) -> None:
+def shot(page: Page, name: str) -> None:
     page.screenshot(path=DOCS / name)
     say(DOCS / name)
 

@@ -20,10 +20,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,8 +38,11 @@ from octopipe.runtime.ranks import launch  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
 from octopipe.runtime.training.checkpoint_folder import damage  # noqa: E402
-from octopipe.runtime.training.job import StepReport, TrainJob, TrainResult  # noqa: E402
+from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SYSTEMS = ("1f1b", "gpipe", "zb-h1", "interleaved", "chimera")
 MICRO_BATCHES = 4
@@ -80,22 +84,24 @@ def live(life: Life, seat: launch.Seat, job: TrainJob) -> TrainResult | None:
 
     switches = dict(life.switches)
 
-    def adapt(self: Any, step: int) -> None:
+    def adapt(self: trainer._Run, step: int) -> None:
         if step in switches:
-            self.pipe, self.optimizer = trainer.switch(
+            self.pipe, optimizer = trainer.switch(
                 self.pipe,
                 self.optimizer,
                 plan_of(switches[step]),
                 make_pipe=self._make_pipe,
                 make_optimizer=partial(trainer.optimizer_of, self.job),
             )
+            assert optimizer is not None
+            self.optimizer = optimizer
 
     trainer._Run._adapt = adapt  # type: ignore[method-assign]
     if seat.rank == life.rank and life.fault:
         if life.fault == "kill while saving":
             write = saving._write_layers
 
-            def dying(folder: Path, contents: Any) -> Any:
+            def dying(folder: Path, contents: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
                 if int(folder.name[5:13]) >= life.at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return write(folder, contents)
@@ -104,7 +110,7 @@ def live(life: Life, seat: launch.Seat, job: TrainJob) -> TrainResult | None:
         else:
             step_of = trainer._Run._step
 
-            def failing(self: Any, step: int) -> Any:
+            def failing(self: trainer._Run, step: int) -> Tensor:
                 if step == life.at:
                     if life.fault == "kill":
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +128,7 @@ class Heard:
         self.losses: dict[int, float] = {}
         self.memory: list[tuple[float, ...]] = []
 
-    def __call__(self, word: Any) -> None:
+    def __call__(self, word: Phase | StepReport | EvalReport) -> None:
         if isinstance(word, StepReport):
             self.losses[word.step] = word.loss
             self.memory.append(word.memory_bytes)
@@ -147,7 +153,7 @@ def lives_of(rng: random.Random, first: int, steps: int, left: int) -> Life:
     )
 
 
-def soak(steps: int, faults: int, seed: int, folder: Path, say: Any = print) -> list[str]:
+def soak(steps: int, faults: int, seed: int, folder: Path, say: Callable[[str], None] = print) -> list[str]:
     """All problems found, one line each."""
     rng = random.Random(seed)
     base = TrainJob(
