@@ -3,6 +3,9 @@ kept apart, or refused by name. And layers that come wrapped in the older FSDP a
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 from effort import some
 from ranks import PATIENCE_S
@@ -13,6 +16,7 @@ from torch import nn  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.wire.transports import delivery  # noqa: E402
 from octopipe.runtime.wire.transports.mail import BODIES_BYTES  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
@@ -147,6 +151,57 @@ def test_a_step_that_breaks_off_inside_a_message_ends_on_the_receiver_at_once(ro
     first, second = two.run(broken_off, rows)
     assert "broken off on purpose" in first
     assert "did not get the output of 0F1" in second and "the peer is gone" in second, second
+
+
+def given_up(world, rows):
+    """The last rank fails in its first op; its peer has sent messages that nobody will read."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(delivery, "SENDS_END_S", 2 * PATIENCE_S)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    plan = build_plan("gpipe", CostTable.uniform(num_layers=2), 2, COUNT)
+    parts = [torch.zeros(rows, WIDTH) for _ in range(COUNT)]
+
+    def refuse(module, inputs):
+        raise OctoPipeError("refused on purpose")
+
+    layers[1].register_forward_pre_hook(refuse)
+    pipe = Pipeline(layers, plan, lambda o, t: o.mean(), group=world, timeout_s=PATIENCE_S)
+    try:
+        pipe.step(parts, parts)
+    except OctoPipeError as error:
+        return str(error)
+    finally:
+        pipe.close()
+        monkeypatch.undo()
+    return "over"
+
+
+def test_messages_to_a_rank_that_has_failed_are_not_waited_for(two):
+    """They would be waited for twice as long as this test has patience."""
+    first, second = two.run(given_up, 8_000)
+    assert "the peer is gone" in first and "refused on purpose" in first, first
+    assert "refused on purpose" in second and "the peer" not in second
+
+
+class Work:
+    def __init__(self):
+        self.patience_s = None
+
+    def wait(self, timeout):
+        self.patience_s = timeout.total_seconds()
+        raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize("lost", [1, None])
+def test_an_error_that_passes_from_rank_to_rank_is_delayed_once(lost):
+    """A rank that lost another one counts from its last send; only the first rank to fail counts from now."""
+    slots = [SimpleNamespace(peer=peer, state=SimpleNamespace(works=[Work()])) for peer in (1, 2)]
+    sender = SimpleNamespace(_sending=slots, _inline=True, _lost=lost, sent_at_s=time.monotonic() - 600.0)
+    delivery.Delivery.end_sends(sender)
+    assert [slot.state.works[0].patience_s is None for slot in slots] == [lost == 1] * 2
+    sender.sent_at_s = time.monotonic() + 600.0  # as if it had just sent
+    delivery.Delivery.end_sends(sender)
+    assert [slot.state.works[0].patience_s is None for slot in slots] == [lost == 1, False]
 
 
 def wrapped(world, nested):

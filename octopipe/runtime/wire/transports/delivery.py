@@ -28,7 +28,7 @@ from octopipe.runtime.wire.transports.base import TransferError, Transport
 from octopipe.runtime.wire.transports.mail import BODIES_BYTES, Box, Mail
 
 SENDS_END_S = 5.0
-"""How long an interrupted step waits for messages that are on their way."""
+"""How long a rank that interrupts a step waits for messages that are on their way."""
 
 
 class End:
@@ -93,7 +93,11 @@ class Delivery:
         self.control = wire(world.control)
         self.pool = BufferPool(torch.device("cpu"))
         self._mail = Mail()
-        self._sending: list[End] = []
+        self._sending: list[Slot] = []
+        self._lost: int | None = None
+        """The peer of the transfer that failed, if one did."""
+        self.sent_at_s = 0.0
+        """The time of the last send (`time.monotonic`)."""
         self.meanwhile: Callable[[Any], None] | None = None
         """Called with a work before it is waited for. It may return before the work is complete."""
 
@@ -104,7 +108,7 @@ class Delivery:
         first_tag = self._world.new_tags(4 * max(self._world.gather(most)))
         for slot in slots:
             slot.state = End(slot, boxes.get(2 * slot.number + slot.sending), first_tag)
-        self._sending = [slot.state for slot in slots if slot.sending]
+        self._sending = [slot for slot in slots if slot.sending]
 
     def close(self) -> None:
         self._mail.close()
@@ -115,17 +119,28 @@ class Delivery:
         If a connection is closed in the middle of a message, gloo tells every receiver that waits for a message, but
         not the one that has begun to read this one: it would wait until its timeout. A message that nobody receives is
         given up, which closes the connections.
+
+        A rank that has lost another one counts this moment from its own last send, which was before it began to wait:
+        thus an error that passes from rank to rank is delayed once, not by every rank. It does not wait for messages to
+        the lost rank.
         """
-        end = time.monotonic() + SENDS_END_S
-        for state in self._sending if self._inline else ():
-            for work in state.works:
+        end = SENDS_END_S + (time.monotonic() if self._lost is None else self.sent_at_s)
+        for slot in self._sending if self._inline else ():
+            state: End = slot.state
+            for work in () if slot.peer == self._lost else state.works:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return
                 with suppress(RuntimeError):
-                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-            state.works.clear()
-            state.bodies.clear()
+                    work.wait(timedelta(seconds=max(left, 1e-3)))
 
     def dead(self) -> Collection[int]:
         return self._mail.dead()
+
+    def failed(self, slot: Slot, error: RuntimeError) -> TransferError:
+        """The error to raise for a transfer that failed."""
+        self._lost = slot.peer
+        return TransferError(slot, reason(error))
 
     def wait(self, slot: Slot, works: list[Any]) -> None:
         self._owner.waiting = slot
@@ -135,7 +150,7 @@ class Delivery:
                     self.meanwhile(work)
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
+            raise self.failed(slot, error) from None
         self._owner.waiting = None
 
     def receive(self, slot: Slot, buffer: Tensor, tag: int) -> None:
@@ -143,7 +158,7 @@ class Delivery:
         try:
             work = self.control.recv([buffer], slot.peer, tag)
         except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
+            raise self.failed(slot, error) from None
         self.wait(slot, [work])
 
     # -- headers ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ issued its forward. Headers travel only downstream, so hosts can run ahead of th
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -39,8 +40,8 @@ from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.wire.buffers import Lent
 from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
-from octopipe.runtime.wire.transports.base import TransferError, Transport, spread
-from octopipe.runtime.wire.transports.delivery import Delivery, End, in_a_row, reason
+from octopipe.runtime.wire.transports.base import Transport, spread
+from octopipe.runtime.wire.transports.delivery import Delivery, End, in_a_row
 from octopipe.runtime.wire.transports.mail import Box
 
 
@@ -98,6 +99,7 @@ class HeadedTransport(Transport):
 
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Spec:
         end: End = slot.state
+        self.delivery.sent_at_s = time.monotonic()
         spec, tensors = self._specs.of(value, needs)
         inline = spec.inline and self.inline
         if spec is not end.spec:
@@ -123,7 +125,7 @@ class HeadedTransport(Transport):
             if not with_header or end.expected:
                 self._send_bodies(slot, spec, () if with_header else spec.leaves, tensors, late=box is not None)
         except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
+            raise self.delivery.failed(slot, error) from None
         slot.nbytes = spec.nbytes
         return spec
 
@@ -155,6 +157,7 @@ class HeadedTransport(Transport):
         if asked is not None:
             gradients = [g for g, wanted in zip(gradients, asked.wanted) if wanted]
         ready = [None if g is None else self._ready(g) for g in gradients]
+        self.delivery.sent_at_s = time.monotonic()
         slot.nbytes = sum(g.nbytes for g in ready if g is not None)
         try:
             box = self.delivery.gradient_box(slot.state, len(ready))
@@ -163,7 +166,7 @@ class HeadedTransport(Transport):
             else:
                 self._mail_gradients(slot, box, ready)
         except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
+            raise self.delivery.failed(slot, error) from None
 
     def _send_gradients(self, slot: Slot, gradients: list[Tensor | None]) -> None:
         """Send gradients as the bodies that the receiver has posted, with the flags of those that exist if it expects
@@ -257,7 +260,7 @@ class HeadedTransport(Transport):
                     buffer = self._empty(leaf)
                 end.bodies.append(buffer)
         except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
+            raise self.delivery.failed(slot, error) from None
 
     def _empty(self, leaf: Leaf) -> Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype)
