@@ -90,7 +90,7 @@ def check_steps(completed: int, world: World, timeout_s: float) -> None:
         raise OctoPipeError(
             f"some ranks have completed {max(counts)} steps and others {min(counts)} (with reduce_loss=False, a rank "
             "hears of another's failure only in its next step), so their parameters may belong to different steps; "
-            "load a checkpoint, set step_number on all ranks, and call recover() again"
+            "load a checkpoint on all ranks and call recover() again"
         )
 
 

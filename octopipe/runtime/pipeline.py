@@ -150,7 +150,7 @@ class Pipeline:
         self.loss_scale = 1.0
         """Factor on the gradient of the loss (for float16); divide the gradients by it before the optimizer."""
         self.step_number = 0
-        """Number of completed steps; random numbers depend on it. Set it when resuming."""
+        """Number of completed steps; random numbers depend on it. `load_checkpoint` restores it."""
         self.resumed_from: tuple[Path, int] | None = None
         """Folder and step of the loaded checkpoint, until one is saved: later ones belong to another branch."""
         self.losses: Tensor | None = None

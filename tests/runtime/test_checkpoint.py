@@ -49,20 +49,20 @@ def _single() -> Plan:
     return Plan(num_layers=NUM_LAYERS, num_ranks=1, num_micro_batches=4, stages=(stage,), orders=(ops,))
 
 
-def train(world, plan, folder, load, kind, steps=2, seed=0):
+def train(world, plan, folder, load, kind, steps=2, seed=0, factor=1):
     """Load if asked, train some steps, save; returns the losses."""
     case = make(kind, 4, seed=seed)
     inputs, targets = make(kind, 4)[1:3]
     with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=PATIENCE_S) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         if load is not None:
-            pipe.step_number = load_checkpoint(load, pipe, optimizer)["step"]
+            load_checkpoint(load, pipe, optimizer)
         losses = []
         for _ in range(steps):
             losses.append(float(pipe.step(inputs, targets)))
             optimizer.step()
             optimizer.zero_grad()
-        save_checkpoint(folder, pipe, optimizer, step=pipe.step_number)
+        save_checkpoint(folder, pipe, optimizer, step=factor * pipe.step_number)
     return losses
 
 
@@ -82,6 +82,42 @@ def test_a_run_goes_on_under_another_plan(kind, plans, tmp_path, two):
     # Other starting weights: everything must come from the checkpoint.
     assert run(second, latest(tmp_path), 1) == pytest.approx(straight[2:], rel=1e-11)
     assert latest(tmp_path).name == "step-00000004"
+
+
+@pytest.mark.parametrize("factor", [1, 10])
+def test_random_numbers_go_on_where_the_saved_run_stood(factor, tmp_path, two):
+    """Whatever number a script gives its checkpoints, and under another plan."""
+    straight = train(World(None), _single(), tmp_path / "straight", None, "dropout", steps=6)
+    first = train(World(None), _single(), tmp_path / "run", None, "dropout", 3, 0, factor)
+    path = latest(tmp_path / "run")
+    assert path.name == f"step-{3 * factor:08d}" and first == straight[:3]
+    assert train(World(None), _single(), tmp_path / "alone", path, "dropout", 3, 1) == straight[3:]
+    plan = build_plan("zb-h1", CostTable.uniform(num_layers=NUM_LAYERS), 2, 4)
+    for losses in two.run(train, plan, tmp_path / "run", path, "dropout", 3, 1, factor):
+        assert losses == pytest.approx(straight[3:], rel=1e-11)
+    assert read_record(latest(tmp_path / "run"))["step_number"] == 6
+
+
+def test_a_checkpoint_of_an_older_version_stands_at_its_step(tmp_path):
+    path = saved(tmp_path, 3)
+    record = json.loads((path / "run.json").read_text())
+    del record["step_number"]
+    (path / "run.json").write_text(json.dumps(record))
+    case = make("plain", 4)
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=PATIENCE_S) as pipe:
+        load_checkpoint(path, pipe)
+        assert pipe.step_number == 3
+
+
+def test_the_folder_of_a_run_in_the_place_of_a_checkpoint_is_told_which_one_to_load(tmp_path):
+    home = tmp_path / "ck"
+    saved(home, 2)
+    newest = saved(home, 3)
+    shutil.copytree(newest, home / "step-00000009.partial")  # of a run that was killed
+    with pytest.raises(OctoPipeError, match=rf"ck is a folder of checkpoints; load \S*ck/{newest.name}$"):
+        train(World(None), _single(), tmp_path, home, "plain")
+    with pytest.raises(OctoPipeError, match=r"run\.json: no such file"):
+        read_record(tmp_path)
 
 
 def test_state_is_keyed_by_layer_whatever_the_plan(two):
@@ -354,7 +390,7 @@ def test_a_checkpoint_that_was_set_aside_for_one_that_never_came_gets_its_name_b
     "change",
     [
         {"num_layers": (1 << 31) - 1}, {"num_layers": True}, {"samples": "many"}, {"samples": -1}, {"seed": None},
-        {"optimizer": ["Adam"]}, {"model": 7},
+        {"optimizer": ["Adam"]}, {"model": 7}, {"step_number": -1}, {"step_number": "3"},
     ],
 )  # fmt: skip
 def test_a_record_that_cannot_be_meant_is_told_before_anything_of_its_size_is_made(change, tmp_path):

@@ -4,7 +4,7 @@ Knows: a pipeline's parameters, buffers and optimizer state by layer and name; h
 and how a damaged one is detected. Does not know: what is trained or on which data, or how many checkpoints are kept
 (`checkpoint_folder.py`).
 
-    DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer stores
+    DIR/step-00000050/run.json        step, the pipeline's step_number, checksums, and what the trainer stores
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
                                        "optimizer": {name: {"exp_avg": tensor, ...}},
                                        "settings": {name: {"lr": 0.001, ...}}}
@@ -140,6 +140,7 @@ class Saving:
             **(about or {}),
             "format": FORMAT,
             "step": step,
+            "step_number": pipe.step_number,
             "num_layers": pipe.plan.num_layers,
             "optimizer": None if optimizer is None else optimizer_kind(optimizer),
         }
@@ -227,9 +228,9 @@ class Saving:
 def load_checkpoint(
     path: str | os.PathLike[str], pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load this rank's layers from a checkpoint of any plan; returns the values that were saved with them.
+    """Load this rank's layers from a checkpoint of any plan, and `pipe.step_number`; returns what was saved with them.
 
-    Nothing is loaded unless all of this rank's files are valid.
+    Nothing is loaded unless all of this rank's files are valid. For a new run from these weights, set step_number to 0.
     """
     home = Path(path)
     record = read_record(home)
@@ -278,7 +279,7 @@ def load_checkpoint(
     for _, parameter, saved, _ in moments:
         assert optimizer is not None
         put_state(optimizer, parameter, saved)
-    pipe.resumed_from = (home.parent, int(record["step"]))
+    pipe.resumed_from, pipe.step_number = (home.parent, record["step"]), record["step_number"]
     return record
 
 

@@ -59,7 +59,9 @@ class DamagedCheckpoint(OctoPipeError):
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the contents of a checkpoint's run.json."""
+    """Return the contents of a checkpoint's run.json. Older ones have no `step_number`, which is the step there."""
+    if not (Path(path) / RUN).exists() and (newest := latest(path)) is not None:
+        raise OctoPipeError(f"{shown(path)} is a folder of checkpoints; load {shown(newest)}")
     record: dict[str, Any] = read_json_object(Path(path) / RUN)
     if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
         raise DamagedCheckpoint(
@@ -78,13 +80,14 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         "model": (_name, "a name"),
         "seed": (lambda x: isinstance(x, int), "a whole number"),
         "samples": (lambda x: isinstance(x, int) and x >= 0, "a whole number from 0 on"),
+        "step_number": (_count, "a whole number from 0 on"),
     }
     for key, (meant, words) in expected.items():
         if key in record and (isinstance(record[key], bool) or not meant(record[key])):
             raise DamagedCheckpoint(
                 f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; use another checkpoint"
             )
-    return {"optimizer": None, **record}
+    return {"optimizer": None, "step_number": record["step"], **record}
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

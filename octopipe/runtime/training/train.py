@@ -290,7 +290,6 @@ class _Run:
         if changed := schedule_words(record.get("schedule"), self._rate.about()):
             self._notice(f"the learning rate continues with a different schedule: {changed}")
         self.seen = int(record.get("samples", 0))
-        self.pipe.step_number = record["step"]
         self.saved = str(path)
         return int(record["step"]) + 1
 
