@@ -29,6 +29,7 @@ from octopipe.huggingface.shell import (
     as_layer_returns,
     collect,
     hidden_leaf,
+    is_container,
     leaves_of,
     outside,
     shell_of_zeros,
@@ -283,13 +284,13 @@ class _Trace:
             return True
         if isinstance(leaf, Beside):
             raise Refused(f"layer {k} takes what an earlier layer returns beside the hidden state")
-        if isinstance(leaf, dict | list):
+        if is_container(leaf):
+            if not isinstance(leaf, dict | list):
+                raise Refused(f"its layers share a {type(leaf).__name__} that one may fill and another read")
             if self.containers.setdefault(id(leaf), k) != k:
                 raise Refused("its layers share a container that one fills and another reads")
             return False
         if not isinstance(leaf, PLAIN) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
-            if isinstance(leaf, Mapping):
-                raise Refused(f"its layers share a {type(leaf).__name__} that one may fill and another read")
             raise Refused(f"its layers take a {type(leaf).__name__}")
         if type(leaf).__name__.endswith("Cache"):
             raise Refused(f"its layers share a {type(leaf).__name__} in training")

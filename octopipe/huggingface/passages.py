@@ -18,7 +18,8 @@ visit the layers of a stack (text without images) passes them untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class _Run:
         if (g, i) in sections.kept:
             return ("#kept", _key(sections.kept[g, i]))
         if (g, i) in sections.shared:
-            return ("#shared", str(sections.shared[g, i]), isinstance(leaf, dict))
+            return ("#shared", str(sections.shared[g, i]), i)
         if isinstance(leaf, Tensor):
             if (g, i) in sections.kept.values():
                 self._kept[_key((g, i))] = leaf
@@ -216,6 +217,7 @@ class Visit(nn.Module):
         passage = sections.passage_of(number)
         self._first = sections.starts[passage]
         self._is_last = number == sections.stop(passage) - 1
+        self._shared_after = sections.shared_after(number)
         self._is_idle = sections.is_idle(number)
         """Whether the model does not use this layer's result (in a tower of which an earlier output is taken)."""
 
@@ -239,8 +241,9 @@ class Visit(nn.Module):
                 return travel["kept"][sign[1]]
             if kind == "#own":
                 return sections.own[g, sign[1]]
-            contents = travel.get("shared", {}).get(sign[1])
-            shared[sign[1]] = made = (dict if sign[2] else list)(contents or ())
+            shared[sign[1]] = made = copy.copy(sections.own[g, sign[2]])
+            contents = travel.get("shared", {}).get(sign[1], ())
+            made.update(contents) if isinstance(made, MutableMapping) else made.extend(contents)
             return made
 
         args, kwargs = _replaced(travel["calls"][travel["call_of"][g - self._first]], meant)
@@ -265,7 +268,10 @@ class Visit(nn.Module):
         if extra_results:
             travel["extra_results"] = extra_results
         if shared:
-            travel["shared"] = {**travel.get("shared", {}), **shared}
+            plain = {number: (dict if isinstance(made, Mapping) else list)(made) for number, made in shared.items()}
+            plain = {**travel.pop("shared", {}), **plain}
+            if plain := {number: contents for number, contents in plain.items() if number in self._shared_after}:
+                travel["shared"] = plain
         if sections.last_use(g) > sections.passage_of(g) + 1 or (
             sections.last_use(g) > sections.passage_of(g) and not self._is_last
         ):

@@ -12,6 +12,7 @@ and following which tensors every argument of every layer was computed from (`pr
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
@@ -28,6 +29,7 @@ from octopipe.huggingface.shell import (
     Refused,
     Unpacked,
     hidden_leaf,
+    is_container,
     leaves_of,
     outside,
     shell_of_zeros,
@@ -103,9 +105,10 @@ class Sections:
     last_extra_result: Mapping[tuple[int, int], int]
     """For every such result (visit, position), the last visit that takes it."""
     own: Mapping[tuple[int, int], Any]
-    """Arguments (visit, leaf) that are objects of the model, such as configs or functions: equal for all batches."""
+    """Arguments (visit, leaf) that are objects of the model, such as configs or functions: equal for all batches. Of a
+    container, an empty one, of which every micro-batch gets a copy."""
     shared: Mapping[tuple[int, int], int]
-    """Arguments (visit, leaf) that are a container which several layers share -> the number of the container."""
+    """Arguments (visit, leaf) that are a container, which several layers may share -> the number of the container."""
     changed: frozenset[int]
     """Visits whose hidden states the forward changes in place."""
     inputs: tuple[str, ...]
@@ -123,6 +126,10 @@ class Sections:
         """Whether nothing uses the results of this visit and of those that follow it up to the next passage."""
         rest = range(visit, self.stop(self.passage_of(visit)))
         return all(self.last_use(g) < 0 and not self.extra_results.get(g) for g in rest)
+
+    def shared_after(self, visit: int) -> frozenset[str]:
+        """The containers that visits after this one take."""
+        return frozenset(str(number) for (g, _), number in self.shared.items() if g > visit)
 
     def last_use(self, visit: int) -> int:
         """The last passage that uses this visit's hidden state, or -1."""
@@ -358,9 +365,12 @@ class _Trace:
                 self.kept[g, i] = where
             elif where == (g, i):
                 self._needs(names)
-        elif isinstance(leaf, dict | list):
+        elif is_container(leaf):
+            if len(leaf):
+                raise Refused(f"its layers take a {type(leaf).__name__} that is not empty")
             self.containers.setdefault(id(leaf), []).append((g, i))
             self.alive.append(leaf)
+            self.own[g, i] = copy.copy(leaf)
         elif type(leaf).__name__.endswith("Cache"):
             raise Refused(f"its layers share a {type(leaf).__name__} in training")
         elif not isinstance(leaf, SENT):
@@ -383,8 +393,9 @@ class _Trace:
         sources: Any = self.provenance.read
         read = {name for kind, name in sources if kind == "input"}
         shared: dict[tuple[int, int], int] = {}
-        for number, places in enumerate(p for p in self.containers.values() if len({g for g, _ in p}) > 1):
-            shared |= dict.fromkeys(places, number)
+        for number, places in enumerate(self.containers.values()):
+            if len({g for g, _ in places}) > 1 or not isinstance(self.own[places[0]], dict | list):
+                shared |= dict.fromkeys(places, number)
         return Sections(
             paths=self.paths,
             layers=tuple(self.layers),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,6 +187,12 @@ def outside(model: nn.Module, paths: str | Sequence[str]) -> Iterator[tuple[str,
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """The arguments of a layer, flattened; an empty container counts as a leaf."""
     return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not (x or x is kwargs))
+
+
+def is_container(leaf: Any) -> bool:
+    """Whether an argument is a mapping or a sequence that one layer may fill and another read, of whatever class:
+    transformers has some that are neither dicts nor lists."""
+    return isinstance(leaf, MutableMapping | MutableSequence)
 
 
 def hidden_leaf(leaves: list[Any]) -> int:

@@ -49,6 +49,22 @@ def test_pipelines_give_the_unsplit_models_loss_and_gradients(family: str) -> No
     assert max(found.values()) < 1e-6, found
 
 
+SHARED_KEYS = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+"""The last two of four layers attend to the keys and values of the first two."""
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_keys_and_values_that_layers_share_belong_to_their_micro_batch(family: str) -> None:
+    """They stand in a mapping that is no dict and is given to all layers."""
+    assert chained(family, hidden_size_per_layer_input=4, **SHARED_KEYS) < 1e-6
+
+
+def test_keys_and_values_that_layers_share_travel_between_ranks() -> None:
+    chosen = {name: plan for name, plan in plans().items() if WHOLE or name == "zb-v"}
+    found = pipeline_differences(shared_ranks(2), "gemma3n_text", chosen, padded=True, **SHARED_KEYS)
+    assert max(found.values()) < 1e-6, found
+
+
 def test_a_model_of_bytes_whose_patches_depend_on_the_batch_is_the_model() -> None:
     """BLT: four stacks, of which one decides from the tokens how long the sequence of another is."""
     assert chained("blt") < 1e-6

@@ -88,7 +88,8 @@ def worst(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def chained(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any) -> float:
-    """The largest difference of logits, loss and gradients: layers one after another against the unsplit model."""
+    """The largest difference of logits, loss and gradients: layers one after another, between those of another
+    micro-batch, against the unsplit model."""
     config = tiny_config(model_type, **changes)
     parts = cut(config, dtype)
     modules = [make(parts, k) for k in range(len(parts))]
@@ -103,8 +104,11 @@ def chained(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any)
             out = model(**given, use_cache=False)
         out.loss.backward()
         value: Any = {k: v for k, v in given.items() if k != "labels"}
+        other: Any = {**value, "input_ids": value["input_ids"].flip(0)}
         for module in modules:
             value = module(value)
+            with torch.no_grad():  # another micro-batch on the way leaves nothing that this one would read
+                other = module(other)
         loss = parts.loss_fn(value, given["labels"])
         loss.backward()
         logits = value if isinstance(value, Tensor) else value[0]
@@ -122,10 +126,12 @@ def chained(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any)
     return off
 
 
-def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) -> dict[str, tuple[float, dict, Any]]:
+def pipelined(
+    world: Any, model_type: str, plans: dict[str, Any], padded: bool, changes: dict[str, Any]
+) -> dict[str, tuple[float, dict, Any]]:
     """On a rank: loss, this rank's gradients by name and its logits (None off the last stage), under every plan."""
     torch.set_num_threads(1)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     inputs = batch(config, padded=padded)
     parts = cut(config)
     out = {}
@@ -148,9 +154,11 @@ def _maker(parts: LayerList, k: int) -> Any:
     return lambda: make(parts, k)
 
 
-def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, padded: bool) -> dict[str, float]:
+def pipeline_differences(
+    ranks: Any, model_type: str, plans: dict[str, Any], *, padded: bool, **changes: Any
+) -> dict[str, float]:
     """Per plan: the largest difference of the pipeline's logits, loss and gradients from the unsplit model's."""
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     parts = cut(config)
     model = whole(config, [make(parts, k) for k in range(len(parts))], parts)
     first = first_names(model)
@@ -166,7 +174,7 @@ def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, 
     logits = torch.cat([row.logits.detach() for row in each])
     seen = given.get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
     theirs = grads_of(model.named_parameters())
-    found = ranks.run(pipelined, model_type, plans, padded)
+    found = ranks.run(pipelined, model_type, plans, padded, changes)
     out = {}
     for name in plans:
         mine: dict[str, Tensor] = {}
