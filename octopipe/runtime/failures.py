@@ -20,6 +20,7 @@ from octopipe.plans.plan import KINDS
 from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import SEND, RankProgram, Step
+from octopipe.runtime.stages.calling import layers_text
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.wire.telling import PeerError, moment, naming_lost_peers
 
@@ -123,8 +124,7 @@ def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None
     stage, rank = program.plan.stages[at.cell.stage], program.rank
     layer = _layer_of(error.__traceback__)
     if not layer:
-        last = stage.stop - 1
-        layer = f"layer {last}" if stage.first == last else f"layers {stage.first} to {last}"
+        layer = layers_text(stage.first, stage.stop - 1)
     word = _WORDS[KINDS[at.code]]
     text = f"in {at.op}: {word} of micro-batch {at.cell.micro_batch} in stage {at.cell.stage} on rank {rank}, {layer}"
     if _is_out_of_memory(error):

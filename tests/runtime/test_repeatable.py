@@ -181,9 +181,24 @@ def test_an_output_that_a_later_forward_writes_to_is_refused() -> None:
 
     stage = Stage([Call(layer)], input_grad=False, first_layer=7)
     first = stage.forward(torch.ones(2, 3))
-    with pytest.raises(OctoPipeError, match="layers 7 to 7: a forward changed in place an output"):
+    with pytest.raises(OctoPipeError, match=r"^layer 7: a forward changed in place an output"):
         stage.forward(torch.ones(2, 3))
     assert first.outputs is not None
+
+
+@pytest.mark.parametrize("layers, named", [(1, r"^layer 7: "), (2, r"^layers 7 to 8: ")])
+def test_what_is_changed_before_its_backward_names_the_layers_of_the_stage(layers: int, named: str) -> None:
+    kept: list[Tensor] = []
+
+    def layer(x: Tensor) -> Tensor:
+        kept.append(torch.tanh(x))  # whose backward reads its result
+        return kept[-1] * 1.0
+
+    run = Stage([Call(layer)] * layers, first_layer=7).forward(ones(2, 3))
+    with torch.no_grad():
+        kept[0].add_(1)
+    with pytest.raises(OctoPipeError, match=named + "something was changed in place after a forward"):
+        run.backward_full([ones(2, 3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, None])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.calling import layers_text
 from octopipe.runtime.stages.foreign_reads import ForeignReads, Known
 
 LOOKS = 2
@@ -103,7 +104,7 @@ class LeafWatch:
 
 
 def _who(layers: range) -> str:
-    return f"layer {layers[0]}" if len(layers) == 1 else f"one of layers {layers[0]} to {layers[-1]}"
+    return f"{'one of ' * (len(layers) > 1)}{layers_text(layers[0], layers[-1])}"
 
 
 class _Watching:

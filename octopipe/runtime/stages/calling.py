@@ -37,6 +37,11 @@ def arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str, 
     return sum(p.name not in named for p in positional) == 1, named
 
 
+def layers_text(first: int, last: int) -> str:
+    """The layers of a stage, as messages name them."""
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
 def has_no_default(module: nn.Module, name: str) -> bool:
     parameter = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters[name]
     return parameter.default is parameter.empty

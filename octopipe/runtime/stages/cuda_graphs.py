@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.slots import Cell
-from octopipe.runtime.stages.calling import Loss
+from octopipe.runtime.stages.calling import Loss, layers_text
 from octopipe.runtime.stages.capturable import (
     Watch,
     fixed_reason,
@@ -201,7 +201,7 @@ class GraphedOps(Ops):
             self._reported.add(reason)
             first = self.chains[stage].parts[0][0].first_layer
             last = self.chains[stage].parts[-1][0]
-            layers = f"layers {first} to {last.first_layer + len(last.modules) - 1}"
+            layers = layers_text(first, last.first_layer + len(last.modules) - 1)
             _log.warning("stage %d (%s) runs without CUDA graphs: %s", stage, layers, reason)
 
     def _drop(self) -> None:

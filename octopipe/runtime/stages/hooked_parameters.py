@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.calling import layers_text
 from octopipe.runtime.stages.weight_queue import OperandChanged
 from octopipe.runtime.torch_private import has_global_forward_hooks
 
@@ -114,7 +115,7 @@ class HookedParameters:
         changed = self.changed()
         what = f"{changed} was changed in place in this step" if changed else "something was changed in place"
         raise OctoPipeError(
-            f"layers {first} to {last}: {what} after a forward and before its backward, which needs the old values "
+            f"{layers_text(first, last)}: {what} after a forward and before its backward, which needs the old values "
             "(micro-batches overlap in a pipeline: another one's forward may have done it); change a copy and assign "
             f"it, as in `self.mean = self.mean.lerp(new, 0.1)`. torch: {' '.join(str(error).split())[:160]}"
         ) from error

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.calling import layers_text
 from octopipe.runtime.stages.places import snapshot_of_boxes, snapshot_of_modules
 from octopipe.runtime.stages.state import (
     Box,
@@ -148,7 +149,7 @@ class Replay:
     def __init__(self, modules: Sequence[nn.Module], first_layer: int):
         self._modules = tuple(modules)
         self._named = [(str(first_layer + k), m) for k, m in enumerate(modules)]
-        self._place = f"layers {first_layer} to {first_layer + len(modules) - 1}"
+        self._place = layers_text(first_layer, first_layer + len(modules) - 1)
         self._training: list[bool] | None = None
         """The layers' `training` flags when the behaviour of the forwards was learned."""
         self._modes: list[bool] = []

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.stages.calling import Loss, arguments, called, has_no_default
+from octopipe.runtime.stages.calling import Loss, arguments, called, has_no_default, layers_text
 from octopipe.runtime.stages.hooked_parameters import HookedParameters
 from octopipe.runtime.stages.repeatable import CHECKED_STEPS, LOOKS_AGAIN_AT, Digest, digest_of
 from octopipe.runtime.stages.replay import Replay, Start
@@ -225,8 +225,9 @@ class Stage:
         for ref, version in self._given_away:
             tensor = ref()
             if tensor is not None and tensor._version != version:
+                layers = layers_text(self.first_layer, self._calls[-1][0])
                 raise OctoPipeError(
-                    f"layers {self.first_layer} to {self._calls[-1][0]}: a forward changed in place an output of shape "
+                    f"{layers}: a forward changed in place an output of shape "
                     f"{tuple(tensor.shape)} that an earlier micro-batch's next stage still needs; return a copy of it "
                     "(`.clone()`), or do not change it in place"
                 )
