@@ -79,6 +79,23 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     return build(flatten(value, []), leaves)
 
 
+def own_containers(value: Any) -> Any:
+    """`value` with copies of its tuples, lists, dicts and sets, nested ones too; other things are the same objects.
+
+    >>> given = {"a": [1], "b": 2}
+    >>> copied = own_containers(given)
+    >>> copied["a"].append(copied.pop("b"))
+    >>> given, copied
+    ({'a': [1], 'b': 2}, {'a': [1, 2]})
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([own_containers(item) for item in value])
+    if kind is dict:
+        return {key: own_containers(item) for key, item in value.items()}
+    return set(value) if kind is set else value
+
+
 def tensor_flags(form: Form, flags: list[bool]) -> list[bool]:
     """Append to `flags`, for every leaf, whether it is a tensor, and return `flags`."""
     if form is True or form is False:

@@ -50,6 +50,48 @@ def test_a_forward_whose_graph_comes_later_runs_as_in_plain_torch_and_so_does_r(
     assert len(layer.seen) == 2, "what R appends is taken away again"
 
 
+def popping(inner: nn.Module) -> Any:
+    def forward(batch: Any, *, notes: Any = ()) -> Tensor:
+        x = inner(batch.pop("x"))
+        scales = batch["more"][0]
+        scales.append(float(len(scales)))
+        for note in notes:
+            note["scale"] += 1.0  # seen by whoever gave it, once per micro-batch
+        return x * sum(scales) * notes[0]["scale"] * batch["kinds"].pop()
+
+    return forward
+
+
+def taking(output: Tensor, target: Any) -> Tensor:
+    return (output - target.pop("y")).square().sum() * len(target["rest"])
+
+
+@pytest.mark.parametrize("checking", [True, False])
+def test_a_forward_that_changes_its_containers_is_given_them_again_in_r(checking: bool) -> None:
+    """Those of its inputs, of side inputs and of the loss's target, nested ones too; gradients are those of a stage
+    that keeps its graph."""
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        layer = Call(None)
+        layer.forward = popping(layer.inner)
+        stage = Stage([layer], input_grad=False, side=["notes"])
+        stage.always_check = checking
+        stage._steps_checked = 0 if checking else 3
+        notes = [{"scale": 1.0}]
+        for number in range(2):
+            batch = {"x": ones(2, 3) + number, "more": ([1.0, 2.0],), "kinds": {3}}
+            loss = Loss(taking, {"y": ones(2, 3), "rest": [1, 2]})
+            run = stage.forward(batch, then=loss, recompute=again, side={"notes": notes})
+            if again:
+                run.recompute()
+            run.backward_full()
+            assert sorted(batch) == ["kinds", "more", "x"] and notes == [{"scale": 2.0 + number}]
+        grads.append([p.grad for p in layer.parameters()])
+    for kept, made in zip(*grads, strict=True):
+        torch.testing.assert_close(made, kept, rtol=0, atol=0)
+
+
 def test_a_graph_is_built_also_where_gradients_are_off_around_it() -> None:
     stage = Stage([nn.Linear(3, 3).double()])
     for _ in range(2):

@@ -110,7 +110,8 @@ def refuse_difference(layer: str, changed: str) -> None:
         f"{changed} was changed in place since then (by a forward, most likely)"
         if changed
         else "it depends on something outside its attributes, buffers and generators that changed in between (an "
-        "iterator, random numbers or a counter inside a library, a file, two tensors in one memory)"
+        "iterator, random numbers or a counter inside a library, a file, an object among its arguments that it "
+        "changes, two tensors in one memory)"
     )
     raise OctoPipeError(
         f"{layer} gives another output when its forward runs again (R), so its gradients would be wrong: {cause}; keep "

@@ -6,6 +6,7 @@ know: what all micro-batches of a stage share (`stage.py`), or plans.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.stages.calling import Loss
+from octopipe.runtime.stages.calling import Loss, layers_text
 from octopipe.runtime.stages.graph import Dropped, Enter, edge_of, gradient_of_one, run_backward
 from octopipe.runtime.stages.offload import Parcel
 from octopipe.runtime.stages.repeatable import (
@@ -32,7 +33,7 @@ from octopipe.runtime.stages.silent_changes import Prints
 from octopipe.runtime.stages.weight_queue import Between, OperandChanged, WeightQueue
 from octopipe.runtime.stages.wgrad import SplitMode
 from octopipe.runtime.stages.wgrad_ops import Restart
-from octopipe.runtime.values import build, check_leaves, flatten
+from octopipe.runtime.values import build, check_leaves, flatten, own_containers
 from octopipe.runtime.wire.buffers import storage_bytes
 from octopipe.runtime.wire.messages import plain_gradient, takes_gradient
 
@@ -122,14 +123,27 @@ class StageRun:
         if isinstance(self._then, Loss):
             self._then = Loss(self._then.function, target)
 
-    def _entered(self) -> Any:
-        """The inputs as the layers see them: inside a graph if a gradient is required."""
+    def _entered(self, graph: bool) -> Any:
+        """The inputs as the layers see them: inside a graph if a gradient is required, and in containers of this run of
+        the forward, which may change them (`pop`, `append`)."""
         if isinstance(self._inputs, Tensor):
-            return Enter.apply(self._inputs.requires_grad_()) if self._wanted[0] else self._inputs
-        if True not in self._wanted:
-            return self._inputs
-        inner = [Enter.apply(t.requires_grad_()) if wanted else t for t, wanted in zip(self._leaves, self._wanted)]
+            return Enter.apply(self._inputs.requires_grad_()) if graph and self._wanted[0] else self._inputs
+        inner = [
+            Enter.apply(t.requires_grad_()) if wanted and graph else own_containers(t)
+            for t, wanted in zip(self._leaves, self._wanted)
+        ]
         return build(flatten(self._inputs, []), iter(inner))
+
+    def _beside(self) -> tuple[Any, Any]:
+        """Side inputs and `then` for one run of the forward, which may change their containers; the next run gets
+        copies of what is there now."""
+        side, then = self._side, self._then
+        if side:
+            self._side = {name: own_containers(value) for name, value in side.items()}
+        if isinstance(then, Loss) and isinstance(then.target, tuple | list | dict | set):
+            self._then = copy.copy(then)
+            self._then.target = own_containers(then.target)
+        return side, then
 
     def _forward(self, grad: bool, mode: SplitMode, *, again: bool = False) -> None:
         """Run F once. `again`: R will follow, which needs the state that F found."""
@@ -175,8 +189,8 @@ class StageRun:
                     _NOTHING if saved is None else saved_tensors_hooks(saved.pack, saved.unpack),
                     mode if grad and mode.has_weights else _NOTHING,
                 ):
-                    inputs = self._entered() if graph else self._inputs
-                    return stage.call(inputs, self._then, self._seed, self._side, digests)
+                    side, then = self._beside()
+                    return stage.call(self._entered(graph), then, self._seed, side, digests)
             except (Restart, RuntimeError) as error:
                 if isinstance(saved, Parcel) and "saved tensor hooks" in str(error):
                     raise OctoPipeError(
@@ -257,7 +271,7 @@ class StageRun:
                     self._end_forward(value, True)
             if before is not None:
                 for what in before.changed_names({id(box.thing) for box, _ in kept.boxes}):
-                    refuse_side_effect(f"layers {stage.first_layer} to {stage._calls[-1][0]}", what)
+                    refuse_side_effect(layers_text(stage.first_layer, stage._calls[-1][0]), what)
             edge = self._edges[0] if self._edges and len(self._edges) == 1 else None
             refs, self.outputs = _references(value), None
             del value
