@@ -204,7 +204,7 @@ def _megatron(name: str, seat: Seat, world: World, args: argparse.Namespace) -> 
     count = 8 if args.small else setup.micro_batches
     batches = sizes.step_data(count)
     transport = "cuda_ipc" if args.device == "cuda" else None
-    usual = {
+    usual: dict[str, Any] = {
         "forward_step_func": chunks.forward_step,
         "seq_length": sizes.tokens,
         "micro_batch_size": 1,
@@ -213,7 +213,7 @@ def _megatron(name: str, seat: Seat, world: World, args: argparse.Namespace) -> 
     plan = build_plan("1f1b", CostTable.uniform(num_layers=sizes.num_layers), world.size, count)
     seat.tell(f"{name}: profile")
     built = sizes.build(plan)
-    more = {"plan": plan, "name": name, "repeats": args.repeats, "state_bytes_per_parameter": 0.0}
+    more: dict[str, Any] = {"plan": plan, "name": name, "repeats": args.repeats, "state_bytes_per_parameter": 0.0}
     profile = megatron.profile(built, data_iterator=iter(batches), **more, **usual)
     del built
     outcome = megatron.tune_measured(

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 from octopipe.base.display import draw_with as _draw_with
 
 if TYPE_CHECKING:
+    from octopipe import huggingface as huggingface
+    from octopipe import megatron as megatron
+    from octopipe import torch_engine as torch_engine
+    from octopipe import torchtitan as torchtitan
     from octopipe.api import build_plan, compare, simulate, tune
     from octopipe.base.errors import DeadlockError, DoesNotFitError, NotApplicableError, OctoPipeError, PlanError
     from octopipe.costs.profile_file import Profile, load_profile
@@ -105,20 +109,22 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _ADAPTERS = ("huggingface", "megatron", "torch_engine", "torchtitan")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        try:
-            module = importlib.import_module(_MODULE_OF[name])
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] != "torch":
-                raise
-            message = f'octopipe.{name} needs torch; install it: pip install "octopipe[torch]"'
-            raise ModuleNotFoundError(message, name="torch") from None
-        globals()[name] = value = getattr(module, name)
-        return value
-    if name in _ADAPTERS and importlib.util.find_spec(f"octopipe.{name}") is not None:
-        return importlib.import_module(f"octopipe.{name}")
-    raise AttributeError(f"module 'octopipe' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker reads the names above, and reports all others
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            try:
+                module = importlib.import_module(_MODULE_OF[name])
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.split(".")[0] != "torch":
+                    raise
+                message = f'octopipe.{name} needs torch; install it: pip install "octopipe[torch]"'
+                raise ModuleNotFoundError(message, name="torch") from None
+            globals()[name] = value = getattr(module, name)
+            return value
+        if name in _ADAPTERS and importlib.util.find_spec(f"octopipe.{name}") is not None:
+            return importlib.import_module(f"octopipe.{name}")
+        raise AttributeError(f"module 'octopipe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,14 @@ Knows: the public names, loaded on first use (Megatron-Core is imported only the
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octopipe.megatron.driver import forward_backward_func
+    from octopipe.megatron.on_cpu import use_cpu
+    from octopipe.megatron.placing import build_chunks, embedding_ranks, for_megatron, layout, placement, virtual_size
+    from octopipe.megatron.profiling import profile
+    from octopipe.megatron.tuning import tune_measured
 
 _HOME = {
     "forward_backward_func": "octopipe.megatron.driver",
@@ -29,13 +36,26 @@ _HOME = {
     "tune_measured": "octopipe.megatron.tuning",
     "virtual_size": "octopipe.megatron.placing",
 }
-__all__ = [*_HOME]
+__all__ = [
+    "build_chunks",
+    "embedding_ranks",
+    "for_megatron",
+    "forward_backward_func",
+    "layout",
+    "placement",
+    "profile",
+    "tune_measured",
+    "use_cpu",
+    "virtual_size",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'octopipe.megatron' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker reads the names above, and reports all others
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module 'octopipe.megatron' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -48,7 +48,7 @@ def forward_backward_func(
     transport: str | Transport | None = None,
     timeout_s: float = 600.0,
     record: bool = False,
-) -> Callable[..., list[Any]]:
+) -> ForwardBackward:
     """Return the counterpart of `get_forward_backward_func()` for this plan.
 
     `costs` determine the order of sends and receives (default: those stored in the plan). `transport`: "nccl", "gloo",
@@ -60,8 +60,18 @@ def forward_backward_func(
     driver = PlanDriver(
         for_megatron(plan), costs=costs, channel=channel, transport=transport, timeout_s=timeout_s, record=record
     )
+    return ForwardBackward(driver)
 
-    def forward_backward(
+
+class ForwardBackward:
+    """A plan in the place of Megatron's own schedules: called with the same arguments, it returns the same values."""
+
+    def __init__(self, driver: PlanDriver):
+        self._driver = driver
+        self.plan = driver.plan
+
+    def __call__(
+        self,
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -78,7 +88,7 @@ def forward_backward_func(
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        return driver.step(
+        return self._driver.step(
             forward_step_func,
             data_iterator,
             model if isinstance(model, list) else [model],
@@ -90,10 +100,13 @@ def forward_backward_func(
             force_all_reduce=bool(force_all_reduce),
         )
 
-    forward_backward.plan = driver.plan  # type: ignore[attr-defined]
-    forward_backward.close = driver.close  # type: ignore[attr-defined]
-    forward_backward.timeline = driver.timeline  # type: ignore[attr-defined]
-    return forward_backward
+    def timeline(self, label: str = "") -> Timeline:
+        """Return the measured timeline of the last training step on all ranks (collective over the pipeline)."""
+        return self._driver.timeline(label)
+
+    def close(self) -> None:
+        """Release the resources that the transport holds outside this process."""
+        self._driver.close()
 
 
 class PlanDriver:

@@ -142,12 +142,12 @@ def _run(
                 torch.cuda.reset_peak_memory_stats(device)
             world.gather(None)
             step(**arguments(chunks))
-            timeline = step.timeline()  # type: ignore[attr-defined]
+            timeline = step.timeline()
             if k >= WARM_UP_STEPS:
                 timelines.append(timeline)
                 peak = max(peak, float(torch.cuda.max_memory_allocated(device)) if cuda else 0.0)
     finally:
-        step.close()  # type: ignore[attr-defined]
+        step.close()
     del chunks, step
     gc.collect()
     if cuda:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octopipe.runtime.ranks.launch import load_kernels_early
+
+if TYPE_CHECKING:
+    from octopipe.runtime.pipeline import Pipeline
 
 __all__ = ["Pipeline"]
 
@@ -13,9 +16,11 @@ if "RANK" in os.environ and "LOCAL_RANK" in os.environ:  # under torchrun: most 
     load_kernels_early()
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Pipeline":  # torch takes a second to import, which only training needs
-        from octopipe.runtime.pipeline import Pipeline
+if not TYPE_CHECKING:  # a checker reads the names above, and reports all others
 
-        return Pipeline
-    raise AttributeError(f"module 'octopipe.runtime' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "Pipeline":  # torch takes a second to import, which only training needs
+            from octopipe.runtime.pipeline import Pipeline
+
+            return Pipeline
+        raise AttributeError(f"module 'octopipe.runtime' has no attribute {name!r}")

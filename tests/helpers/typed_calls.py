@@ -20,5 +20,7 @@ def wrong_calls() -> None:
     octopipe.tune("llama3-8b", 4, budget="10s")  # type: ignore[call-arg]
     octopipe.simulate(4, "llama3-8b")  # type: ignore[arg-type]
     octopipe.build_plan("1f1b", "llama3-8b", 4, gpuu="h100")  # type: ignore[call-arg]
+    octopipe.tuned("llama3-8b", 4)  # type: ignore[attr-defined]
+    octopipe.megatron.placements  # type: ignore[attr-defined]  # noqa: B018
     octopipe.Plan.load(3)  # type: ignore[arg-type]
     octopipe.Pipeline([], "plan.json", print)  # type: ignore[arg-type]
