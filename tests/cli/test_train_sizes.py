@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from verbs import run, simulated
 
 from octopipe import tune
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli.verbs.runnable import frozen_layers
 from octopipe.cli.verbs.train_sizes import check_model, take_sizes, taken_inputs
 from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile, load_profile
@@ -20,6 +22,7 @@ from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.huggingface.inputs import InputForm
 from octopipe.models.spec import Attention, Embedding, Head, ModelSpec
+from octopipe.models.zoo import preset
 from octopipe.plans.file import load_plan, save_plan
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.layer_sizes import layer_parameters
@@ -138,6 +141,19 @@ def test_a_run_takes_encoder_inputs_and_frozen_layers_from_its_profile_or_plan(t
         "encoder_seq": 16,
     }
     assert args.frozen == "0-1"
+
+
+def test_tied_layers_are_frozen_together(tmp_path: Path) -> None:
+    whole = preset("llama3-8b").scaled(0.02, num_layers=4)
+    tied = dataclasses.replace(whole, layers=(*whole.layers[:-1], dataclasses.replace(whole.layers[-1], tied=True)))
+    last = tied.num_layers - 1
+    for model, asked, frozen in ((whole, "0-2", (0, 1, 2)), (tied, "1-2", (1, 2)), (tied, f"0,{last}", (0, last))):
+        assert frozen_layers(model, asked) == frozen
+    for asked, words in (("0-2", f"layer 0 is tied to layer {last}"), (f"{last}", f"layer {last} is tied to layer 0")):
+        with pytest.raises(
+            OctoPipeError, match=rf"^{words} \(--frozen names only the first\): freeze both, or neither$"
+        ):
+            frozen_layers(tied, asked)
 
 
 def test_times_with_other_frozen_layers_or_encoder_inputs_are_refused(tmp_path: Path) -> None:

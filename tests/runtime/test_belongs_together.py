@@ -6,6 +6,7 @@ Every case against plain torch in one process, or refused by name.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 from effort import some
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
 # -- weights that nobody registers ----------------------------------------------------------------------
@@ -313,3 +315,39 @@ def test_values_of_a_layer_on_another_rank_that_no_update_reaches_are_refused_by
 def test_what_no_update_changes_and_what_is_tied_or_apart_is_not_refused(two):
     for job in (("detach", True, False), ("parameter", False, True), ("parts", False, False), ("form", False, False)):
         assert two.run(sharing, *job) == ["", ""], job
+
+
+def half_frozen(world, which, name, factories):
+    """A tie whose layers are frozen in part; the message, or how many parameters are trained on this rank."""
+    layers = linears()
+    for k in which:
+        layers[k].requires_grad_(False)
+    given = [functools.partial(copy.deepcopy, layer) for layer in layers] if factories else layers
+    ties = [("0.weight", "3.weight")]
+    try:
+        plan = plan_of(name) if isinstance(name, str) else name
+        with Pipeline(given, plan, square, group=world, timeout_s=PATIENCE_S, tied=ties) as pipe:
+            return [n for n, p in pipe.named_parameters() if p.requires_grad]
+    except OctoPipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("which", "frozen", "trained"), [((0, 1), 0, 3), ((3,), 3, 0)])
+@pytest.mark.parametrize("factories", [False, True])
+def test_tied_layers_that_are_frozen_in_part_are_refused_alike_on_any_number_of_ranks(
+    which, frozen, trained, factories, two
+):
+    words = (
+        f"layer {frozen} is tied to layer {trained} ({frozen}.weight is frozen, {trained}.weight is trained): freeze "
+        "both, or neither"
+    )
+    one_rank = build_plan("1f1b", CostTable.uniform(num_layers=LAYERS), 1, COUNT)
+    assert half_frozen(World(None), which, one_rank, factories) == words
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(half_frozen, which, "1f1b", factories) == [words] * 2
+    finally:
+        ranks.close()
+    both = two.run(half_frozen, (0, 3), "1f1b", factories)
+    assert [name for names in both for name in names] == ["1.weight", "1.bias", "2.weight", "2.bias"]
+    assert len(two.run(half_frozen, (1,), "1f1b", factories)[0]) == 2

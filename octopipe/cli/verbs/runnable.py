@@ -172,7 +172,28 @@ def frozen_layers(model: ModelSpec | HfModel, text: Any) -> tuple[int, ...]:
             raise OctoPipeError(f"{model.name} has no tower and no encoder to freeze; name layers, as in 0-15")
         ranges = tuple(sorted({*(pair for pair in ranges if pair != TOWERS), (0, towers - 1)}))
     states = layer_states(model.num_layers, ranges)
-    return tuple(k for k, state in enumerate(states) if state != "trained")
+    frozen = tuple(k for k, state in enumerate(states) if state != "trained")
+    _refuse_half_frozen(model, frozen)
+    return frozen
+
+
+def _refuse_half_frozen(model: ModelSpec | HfModel, frozen: tuple[int, ...]) -> None:
+    """Raise if layers that share weights are frozen in part, as far as it is known here which do: of transformers
+    models without a tower, an encoder or prediction layers, ranks find it when they have built the layers."""
+    from octopipe.models.spec import Embedding, Head, ModelSpec
+
+    if isinstance(model, ModelSpec):
+        last = model.layers[-1]
+        tied = [k for k, layer in enumerate(model.layers) if isinstance(layer, Embedding)]
+        ties = [(*tied, model.num_layers - 1)] if isinstance(last, Head) and last.tied else []
+    else:
+        ties = [layers for layers, _ in model.shared]
+    for layers in ties:
+        still, left = ([k for k in layers if (k in frozen) is flag] for flag in (True, False))
+        if still and left:
+            raise OctoPipeError(
+                f"layer {still[0]} is tied to layer {left[0]} (--frozen names only the first): freeze both, or neither"
+            )
 
 
 def add_precision_arguments(group: Any) -> None:

@@ -93,6 +93,7 @@ class Layers:
         self._canonical = _merge([t for _, theirs, *_ in said for t in theirs], last + self.has_loss)
         refuse_shared_memory(layers, self.ranks_of, self._canonical)
         members = self._members({name for *_, theirs in said for name in theirs})
+        self._refuse_half_frozen()
         self._tie_here()
         self._places = self._registered()
         everything = (inner for module in self.modules.values() for inner in module.modules())
@@ -214,6 +215,29 @@ class Layers:
             for inner in module.modules()
             for name, p in inner._parameters.items()
         ]
+
+    def _refuse_half_frozen(self) -> None:
+        """Raise if a parameter is frozen and another one that is tied to it is trained. On one rank, both would become
+        what the first is."""
+        if not self._canonical:  # the same on every rank
+            return
+        held = {f"{k}.{n}": p for k, m in self.modules.items() for n, p in m.named_parameters(remove_duplicate=False)}
+        mine = [(key, name, held[name].requires_grad) for name, key in self._canonical.items() if name in held]
+        flags = {(key, name): trained for said in self.world.gather(mine) for key, name, trained in said}
+        for key in sorted(set(self._canonical.values())):
+            frozen, trained = (
+                sorted(n for (k, n), flag in flags.items() if k == key and flag is wanted) for wanted in (False, True)
+            )
+            if frozen and trained:
+                one, other = frozen[0], trained[0]
+                raise OctoPipeError(
+                    f"{self._layer_words(one)} is tied to {self._layer_words(other)} ({one} is frozen, {other} is "
+                    "trained): freeze both, or neither"
+                )
+
+    def _layer_words(self, name: str) -> str:
+        number = int(name.split(".", 1)[0])
+        return "the loss" if number == self.loss_layer else f"layer {number}"
 
     def _tie_here(self) -> None:
         """Make tied parameters one object on this rank."""
