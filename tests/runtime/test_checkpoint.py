@@ -118,6 +118,10 @@ def test_the_folder_of_a_run_in_the_place_of_a_checkpoint_is_told_which_one_to_l
         train(World(None), _single(), tmp_path, home, "plain")
     with pytest.raises(OctoPipeError, match=r"run\.json: no such file"):
         read_record(tmp_path)
+    with pytest.raises(OctoPipeError, match=rf"{newest.name} is one checkpoint; give its folder: --checkpoint {home}$"):
+        choose(newest)
+    with pytest.raises(OctoPipeError, match="no checkpoint to resume from"):
+        choose(tmp_path)
 
 
 def test_state_is_keyed_by_layer_whatever_the_plan(two):

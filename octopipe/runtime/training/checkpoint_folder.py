@@ -319,13 +319,21 @@ def refuse_dcp(folder: str | os.PathLike[str]) -> None:
             )
 
 
+def nothing_to_resume(folder: str | os.PathLike[str]) -> OctoPipeError:
+    """The error for a folder without checkpoints; one of them in the place of their folder is told."""
+    path = Path(folder).absolute()
+    if (path / RUN).exists() and path in checkpoints(path.parent):
+        return OctoPipeError(f"{shown(folder)} is one checkpoint; give its folder: --checkpoint {shown(path.parent)}")
+    return OctoPipeError(f"{shown(folder)}: no checkpoint to resume from; leave --resume out")
+
+
 def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
     """Return the checkpoint from which to continue (the one of a step, or the newest valid one), and what is wrong with
     newer ones."""
     found = checkpoints(folder)
     if not found:
         refuse_dcp(folder)
-        raise OctoPipeError(f"{shown(folder)}: no checkpoint to resume from; leave --resume out")
+        raise nothing_to_resume(folder)
     if step is not None:
         path = next((p for p in found if _step(p) == step), None)
         if path is None:

@@ -38,7 +38,7 @@ from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradien
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.training.checkpoint_folder import latest, locked, refuse_dcp
+from octopipe.runtime.training.checkpoint_folder import latest, locked, nothing_to_resume, refuse_dcp
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.wire.telling import broadcast_value, gather_values, moment
@@ -312,7 +312,7 @@ def folder(job: TrainJob) -> Iterator[None]:
     if found is None and (job.resume or job.elastic):
         refuse_dcp(job.checkpoint)
     if job.resume and found is None:
-        raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
+        raise nothing_to_resume(job.checkpoint)
     if found is not None and not job.resume and not job.elastic:
         raise OctoPipeError(
             f"{shown(job.checkpoint)} contains a run up to {found.name}; add --resume to continue it, "
