@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from one_line import known, needs_device, start
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli.verbs.runnable import model_of
 from octopipe.costs.profile_file import Profile, load_profile
 from octopipe.costs.table import CostTable
@@ -399,6 +400,8 @@ def main() -> None:
     args = parse()
     needs_device(args.device)
     phases = known(args.phases.split(","), ("ops", "host", "kernels", "drift"), "phase")
+    if "host" in phases and args.device != "cuda":
+        raise OctoPipeError("the phase host times launches of CUDA graphs, which needs a GPU; leave it out of --phases")
     target = Path(args.out)
     target.parent.mkdir(parents=True, exist_ok=True)
     for phase in phases:
