@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Pinned for reproducible installs; `octopipe doctor` says which versions were tried.
 TORCH := torch==2.13.0
+# `make test TRANSFORMERS="transformers==5.17.*"` tries the oldest that is supported.
+TRANSFORMERS := transformers
 # Hundreds of processes import the package in a test run: compiled modules must be kept, also where an image forbids it.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -95,7 +97,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/pip
 # Browser tests drive Debian's Chromium; it is installed where that is allowed, and skipped elsewhere.
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,train,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,train,dev]" "$(TRANSFORMERS)"
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
 	@touch $@

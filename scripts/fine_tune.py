@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,12 @@ def train(home: Path, *words: str, interrupt_after: int | None = None) -> tuple[
     command = [sys.executable, "-m", "octopipe", "train", str(home / "model"), *FLAGS, "--log", str(log), *words]
     command += ["--data", str(home / "corpus.jsonl"), "--eval-data", str(home / "held.jsonl"), "--eval-every", "100"]
     process = subprocess.Popen(
-        [*command, "--checkpoint", str(home / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--checkpoint", str(home / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     if interrupt_after is not None:
         while process.poll() is None:

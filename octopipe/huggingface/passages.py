@@ -66,8 +66,10 @@ class Passage(nn.Module):
         try:
             with self._answers.given_by(run.visit), Unpacked(given):
                 if self._routers is not None and is_last:
+                    # Without an argument the forward decides: some read only one of their configs, some none.
+                    asked = {k: v for k, v in self._quiet.items() if k != "output_router_logits"}
                     with self._routers.returning(self.model, travel.get("routers", {})):
-                        out = self.model(**given, **{**self._quiet, "output_router_logits": True})
+                        out = self.model(**given, **asked)
                     return out.logits, out.aux_loss
                 out = self.model(**given, **self._quiet)
         except Stop:

@@ -25,6 +25,8 @@ from octopipe.huggingface.shell import LayerAnswers, Unpacked, initialise, zeros
 
 PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Config keys under which families give the number of their multi-token-prediction layers."""
+NEEDS = "5.20"
+"""The first version of transformers whose prediction layers can be trained."""
 USUAL_WEIGHT = 0.3
 """The weight of the predictions' mean loss in most of DeepSeek-V3's training."""
 AHEAD = "ahead"
@@ -212,16 +214,18 @@ def with_predictions(main: nn.Module, weight: float = USUAL_WEIGHT) -> WithPredi
         raise OctoPipeError(f"{name}: its config has no multi-token-prediction layers; leave --mtp out")
     if not weight > 0:
         raise OctoPipeError(f"--mtp {weight:g} gives the predictions no weight; give a number above 0, or leave it out")
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError:
+    import transformers
+
+    made_by: Any = getattr(transformers.modeling_layers, "MtpModel", None)
+    if not hasattr(made_by, "forward_layer"):  # its layers could not be called one by one before
         raise OctoPipeError(
-            "this transformers has no multi-token-prediction layers (MtpModel); use 5.23 or newer, or leave --mtp out"
-        ) from None
+            f"--mtp needs transformers {NEEDS} or newer, and this is {transformers.__version__}; install a newer one, "
+            "or leave --mtp out"
+        )
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(main.dtype)  # type: ignore[arg-type]
-        made = MtpModel(main, count)
+        made = made_by(main, count)
     except Exception as error:  # configs that do not describe their prediction layers
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(

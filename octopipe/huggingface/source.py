@@ -19,6 +19,7 @@ from torch import nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object, shown
+from octopipe.base.versions import OLDEST_TRANSFORMERS
 from octopipe.huggingface.shell import Spared
 
 WITH_HEAD = "CausalLM|LMHead|ForConditionalGeneration"
@@ -34,8 +35,12 @@ def transformers() -> Any:
             'this runs the model\'s own code from transformers, which is not installed: pip install "octopipe[hf]" '
             "(or --own-layers for octopipe's layers of the same sizes)"
         ) from None
-    if int(package.__version__.split(".")[0]) < 5:
-        raise OctoPipeError(f"transformers {package.__version__} is too old; pip install 'transformers>=5'")
+    if tuple(int(n) for n in re.findall(r"\d+", package.__version__)[:2]) < OLDEST_TRANSFORMERS:
+        wanted = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise OctoPipeError(
+            f"transformers {package.__version__} is too old: some models of versions before {wanted} have other losses "
+            f"in pipelines; pip install 'transformers>={wanted}'"
+        )
     return package
 
 

@@ -8,6 +8,7 @@ A system whose constraints do not hold, or that finds no plan that fits, is list
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import time
@@ -228,7 +229,11 @@ class _Task:
             timeline = simulate(plan, costs, channel=self.channel)
         except OctoPipeError as error:
             return Result(system=name, title=entry.title, reason=str(error).removeprefix(f"{name}: "))
+        except MemoryError:  # a limit of the machine is no property of a system: the verb names it
+            raise
         except Exception as error:  # a plug-in's mistake must not cost the user the other rows
+            if isinstance(error, OSError) and error.errno in _LIMITS:
+                raise
             return Result(system=name, title=entry.title, reason=f"fails with {type(error).__name__}: {error}")
         peaks = timeline.peak_bytes
         if plan.extra.get("balances_memory"):
@@ -265,18 +270,15 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
     one core)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores if processes is None else processes, len(settings))
-    if workers <= 1:
-        for name, options in settings.items():
-            yield task.run(name, options)
-        return
-    # Forked workers know the systems that this process has registered, wherever they came from.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    try:
-        pool = ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context(method), initializer=_ignore_interrupts
-        )
-        pending: dict[Future[Result], str] = {pool.submit(task.run, n, options): n for n, options in settings.items()}
-    except (OSError, NotImplementedError, ImportError):  # no shared memory, descriptor or process for workers
+    pool = _pool_of(workers) if workers > 1 and _enough_descriptors(workers) else None
+    pending: dict[Future[Result], str] = {}
+    if pool is not None:
+        try:
+            pending = {pool.submit(task.run, name, options): name for name, options in settings.items()}
+        except OSError:  # no process for one of the workers
+            _end(pool)
+            pool = None
+    if pool is None:
         for name, options in settings.items():
             yield task.run(name, options)
         return
@@ -290,12 +292,48 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
                     yield Result(system=name, title=get_system(name).title, reason=KILLED)
     finally:
         if pending:
-            # Workers have nothing to save, and a solver does not react to signals, so they are killed.
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
+            _end(pool)
+        else:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _pool_of(workers: int) -> ProcessPoolExecutor | None:
+    """A pool whose workers know the systems that this process has registered (where processes can be forked); None
+    where there is no shared memory or descriptor for its queues."""
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    try:
+        return ProcessPoolExecutor(
+            workers, mp_context=multiprocessing.get_context(method), initializer=_ignore_interrupts
+        )
+    except (OSError, NotImplementedError, ImportError):
+        return None
+
+
+def _enough_descriptors(workers: int) -> bool:
+    """Whether this process may open as many files as a pool needs. A pool that runs out of them in the middle waits for
+    its workers forever."""
+    try:
+        import resource
+
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        opened = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):  # not on this system
+        return True
+    return allowed == resource.RLIM_INFINITY or opened + DESCRIPTORS + PER_WORKER * workers <= allowed
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """End a pool whose results are no longer wanted. Workers have nothing to save, and a solver does not react to
+    signals, so they are killed."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+        process.join()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
+_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+DESCRIPTORS, PER_WORKER = 24, 2
+"""Files that a pool opens for itself and what its workers load, and further ones per worker."""
 KILLED = "its process was killed (out of memory?); name fewer --systems"
 
 

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from effort import some  # noqa: E402
 from hf_families import tiny_config  # noqa: E402
 from hf_towers import drawn, tiny_tower, tower_difference, twin_of  # noqa: E402
+from hf_versions import since  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.huggingface import layers  # noqa: E402
@@ -166,6 +167,7 @@ def test_commands_refuse_models_whose_batches_they_cannot_make_up(family: str, n
         form_of(example, config, num_tower_layers=4, vocab=512)
 
 
+@since("5.18")
 def test_models_of_several_codebooks_are_refused_with_their_number() -> None:
     with pytest.raises(OctoPipeError, match="MusicgenForCausalLM takes codes of 4 codebooks for every position, not"):
         layers(tiny_config("musicgen"))

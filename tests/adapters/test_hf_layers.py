@@ -430,6 +430,22 @@ def test_batches_with_unknown_entries_are_refused() -> None:
         embed({"input_ids": ids, "token_type_ids": ids})
 
 
+@pytest.mark.parametrize(
+    ("version", "old"), [("5.10.2", True), ("4.57.0", True), ("5.17.0.dev0", False), ("6.0", False)]
+)
+def test_a_version_whose_models_have_other_losses_is_refused(
+    version: str, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octopipe.huggingface.source import transformers as package
+
+    monkeypatch.setattr("transformers.__version__", version)
+    if not old:
+        assert package().__name__ == "transformers"
+        return
+    with pytest.raises(OctoPipeError, match=rf"transformers {version} is too old: .*pip install 'transformers>=5\.17'"):
+        package()
+
+
 def test_layers_are_named_and_counted() -> None:
     parts = layers(tiny_config("nemotron_h"))
     assert parts.class_name == "NemotronHForCausalLM" and len(parts) == len(parts.kinds) == 6

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from hf_families import tiny_config  # noqa: E402
+from hf_versions import since  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -20,14 +21,12 @@ from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.huggingface import layers, micro_batches  # noqa: E402
 from octopipe.huggingface.prediction_weights import save_with_predictions  # noqa: E402
-from octopipe.huggingface.predictions import with_predictions  # noqa: E402
+from octopipe.huggingface.predictions import NEEDS, with_predictions  # noqa: E402
 from octopipe.huggingface.source import model_class  # noqa: E402
 from octopipe.huggingface.weights import first_names  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no prediction layers"
-)
+pytestmark = since(NEEDS)
 FLAGS = ["--steps", "1", "--seq", "12", "--no-measure", "--micro-batches", "2", "--mtp", "--json"]
 
 

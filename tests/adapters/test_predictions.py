@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from effort import WHOLE, some  # noqa: E402
 from hf_families import tiny_config  # noqa: E402
 from hf_twins import grads_of, make  # noqa: E402
+from hf_versions import since  # noqa: E402
 from ranks import PATIENCE_S, shared_ranks  # noqa: E402
 
 from octopipe import Pipeline  # noqa: E402
@@ -23,16 +24,14 @@ from octopipe.cli import main  # noqa: E402
 from octopipe.costs.layer_graph import LayerGraph  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.huggingface import layers, micro_batches  # noqa: E402
-from octopipe.huggingface.predictions import prediction_layers, with_predictions  # noqa: E402
+from octopipe.huggingface.predictions import NEEDS, prediction_layers, with_predictions  # noqa: E402
 from octopipe.huggingface.source import model_class  # noqa: E402
 from octopipe.huggingface.weights import first_names  # noqa: E402
 from octopipe.search.graphs.cut_branches import cut_plan  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no prediction layers"
-)
+pytestmark = since(NEEDS)
 FLAGS = ["--steps", "2", "--seq", "12", "--no-measure", "--micro-batches", "2", "--json"]
 
 
@@ -313,3 +312,13 @@ def test_a_config_that_does_not_describe_its_predictions_is_refused() -> None:
     config.num_nextn_predict_layers = 1
     with pytest.raises(OctoPipeError, match="transformers cannot make the multi-token-prediction layers of NemotronH"):
         layers(config, predictions=0.3)
+
+
+def test_a_version_whose_predictions_cannot_be_trained_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 5.17 has layers that only generate; older ones have none."""
+    config = predicting("deepseek_v3", 1)
+    main_model = model_class(config)._from_config(config)
+    for older in (type("MtpModel", (), {}), None):
+        monkeypatch.setattr(transformers.modeling_layers, "MtpModel", older)
+        with pytest.raises(OctoPipeError, match=rf"--mtp needs transformers {NEEDS} or newer, and this is 5"):
+            with_predictions(main_model)

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from hf_towers import drawn, tiny_tower, tower_difference, twin_of  # noqa: E402
+from hf_versions import since  # noqa: E402
 
 from octopipe.huggingface import layers  # noqa: E402
 from octopipe.huggingface.examples import example_of  # noqa: E402
@@ -18,6 +19,7 @@ STACKS = ["model.audio_tower.layers", "model.visual.blocks", "model.language_mod
 IMAGES, RECORDINGS = ("pixel_values", "image_grid_thw"), ("input_features", "feature_attention_mask")
 
 
+@since("5.18")  # older ones have the towers elsewhere
 @pytest.mark.parametrize("family", THINKERS)
 def test_both_towers_are_layers_and_the_pieces_are_the_model(family: str) -> None:
     off, parts = tower_difference(family)

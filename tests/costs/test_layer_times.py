@@ -86,7 +86,7 @@ BAD = {
     "null": ("null", ["null"]),
     "deep lists": ("[" * 100_000, ["nested"]),
     "deep objects": ('{"a":' * 50_000 + "1" + "}" * 50_000, ["nested"]),
-    "deep inside": ('{"pattern": ' + "[" * 5000 + "]" * 5000 + "}", ["nested"]),
+    "deep inside": ('{"pattern": ' + "[" * 100_000 + "]" * 100_000 + "}", ["nested"]),
     "no pattern": (json.dumps({k: v for k, v in GOOD.items() if k != "pattern"}), ["pattern", "missing"]),
     "pattern number": (change(pattern=7), ["pattern", "number"]),
     "pattern list": (change(pattern=["E", "L"]), ["pattern", "list"]),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from hf_versions import config_class
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -199,7 +200,7 @@ def every_family() -> list[str]:
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """The family's config at tiny size, without dropout."""
-    cls = transformers.CONFIG_MAPPING[model_type]
+    cls = config_class(model_type)
     default = cls(text_config=_DRAFT) if model_type == "gemma4_assistant" else cls()
     known = default.to_dict()
     count = known.get("num_hidden_layers") or known.get("n_layer") or getattr(default, "num_hidden_layers", None)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from hf_families import FAMILIES, merged, shrunk
 from hf_twins import finite, grads_of, stir, worst
+from hf_versions import config_class
 from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 
@@ -200,7 +201,7 @@ def every_tower() -> dict[str, str]:
 
 def tiny_tower(family: str, **changes: Any) -> Any:
     """The family's config at tiny size, without dropout."""
-    cls = transformers.CONFIG_MAPPING[family]
+    cls = config_class(family)
     data = shrunk(cls().to_dict())
     for key, value in {**CHANGES.get(family, {}), **changes}.items():
         data[key] = merged(data.get(key), value)

@@ -49,7 +49,8 @@ def test_a_recording_has_as_many_positions_as_its_tower_gives_it(family: str) ->
 
     config = tiny_tower(family, audio_config={"max_source_positions": 1500})
     source = from_config(config.to_dict()).sources[0]
-    tower = twin_of(family, config, torch.float32).model.audio_tower
+    model = twin_of(family, config, torch.float32)
+    tower = next(module for name, module in model.named_modules() if name.endswith("audio_tower"))
     seen: list[int] = []
     tower.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(len(args[0])), with_kwargs=True)
     frames, bins = 3000, config.audio_config.num_mel_bins

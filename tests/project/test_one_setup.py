@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -254,8 +255,9 @@ def test_a_new_field_is_one_edit(tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count(NEXT_FIELD) == 1
     file.write_text(text.replace(NEXT_FIELD, FIELD + NEXT_FIELD, 1))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-c", USES], cwd=tmp_path, env={**_environment(), "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", USES], cwd=tmp_path, env={**_environment(), "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)

@@ -266,13 +266,16 @@ def test_a_batch_that_takes_a_gradient_gets_it() -> None:
 
 
 @needs_gpu
-def test_evaluation_between_steps_changes_nothing() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_evaluation_between_steps_changes_nothing(recompute: bool) -> None:
+    """A change of the mode begins the checks of the first steps again, which wait for the device."""
+
     def look(step: int, pipe: Pipeline) -> None:
         pipe.eval()
         pipe.evaluate(*data(100 + step, 5))
         pipe.train()
 
-    same(layers(Block, Block), plan(4), between=look)
+    same(layers(Block, Block), plan(4, recompute=recompute), between=look)
 
 
 @needs_gpu

@@ -263,5 +263,5 @@ def test_rank_that_stops_is_named_with_what_is_waited_for(how, tmp_path):
     assert ("rank 1 is gone" in text) == (how == "dies")
     assert "Warning: [PG" not in text
     assert text.splitlines()[-1].startswith("octopipe: rank 0")  # nothing else ended the process
-    assert seconds < 60
+    assert seconds < 300
     assert all(not p.is_alive() for p in ranks.processes)

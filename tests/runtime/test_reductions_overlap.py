@@ -28,6 +28,7 @@ from octopipe.simulation.simulator import simulate  # noqa: E402
 
 WIDTH = 8
 SLOW_S, DELAY_S = 0.4, 0.02
+TRIES = 20
 
 
 class Slow(nn.Module):
@@ -126,12 +127,17 @@ def test_reductions_beside_the_ops_give_the_gradients_of_one_process(transport: 
     assert all(error <= 1e-12 for _, _, error in two.run(over_at_the_end, transport))
 
 
-@pytest.mark.slow  # a machine so busy that the other rank does not get 0.8 s of time would turn it
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "cuda_ipc"])
 def test_a_reduction_is_over_when_the_last_op_is(transport: str, two) -> None:
-    found, waited, _ = two.run(over_at_the_end, transport)[0]
-    assert found == [True]
-    assert all(ms < 1e3 * SLOW_S / 2 for ms in waited) and waited
+    """In one of several steps: on a busy machine the other rank may not run at all while this one sleeps."""
+    seen = []
+    for _ in range(TRIES):
+        found, waited, _ = two.run(over_at_the_end, transport)[0]
+        seen.append((found, waited))
+        if found == [True] and waited and all(ms < 1e3 * SLOW_S / 2 for ms in waited):
+            return
+    raise AssertionError(seen)
 
 
 def failing(world):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,37 @@ def test_speedup_is_over_1f1b_even_where_it_is_not_listed() -> None:
 def test_an_unknown_system_is_a_mistake() -> None:
     with pytest.raises(OctoPipeError, match="did you mean"):
         compare(CostTable.uniform(num_layers=4), 2, 4, names=("gpip",))
+
+
+FEW_FILES = """
+import resource
+from octopipe.costs.table import CostTable
+from octopipe.search.comparison import compare
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+try:
+    found = compare(CostTable.uniform(num_layers=8), 2, 4, names=("1f1b", "gpipe", "zb-v", "interleaved"), processes=16)
+    print(*(r.system for r in found.results if not r.reason))
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("limit", [10, 14, 16, 18, 24])
+def test_a_machine_of_many_cores_and_few_files_compares_or_says_so(limit: int) -> None:
+    """A pool of processes that ran out of descriptors in the middle waited for its workers forever."""
+    code = FEW_FILES.format(limit=limit)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert set(done.stdout.split()) == {"1f1b", "gpipe", "zb-v", "interleaved"} or "Too many open files" in done.stdout
+
+
+def test_the_order_of_systems_does_not_depend_on_what_was_imported_first() -> None:
+    """Searches start from every system, and gave other plans after other imports."""
+    orders = set()
+    for first in ("registry", "mist", "interleaved", "zb_v"):
+        code = f"import octopipe.search.systems.{first}; import octopipe.search.systems as s; print(*s.systems())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+        orders.add(done.stdout)
+    assert len(orders) == 1 and orders.pop().split() == list(systems())
 
 
 def test_a_policy_from_outside_the_package_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from octopipe.base.versions import OLDEST_TRANSFORMERS
 from octopipe.cli.verbs.common import console, named, print_json
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -36,7 +37,7 @@ EXTRAS = {
     "megatron-core": ("megatron", "plans inside Megatron-Core"),
 }
 """Optional packages: the extra of octopipe that installs each, and what it is for."""
-OLDEST = {"transformers": (5, 0)}
+OLDEST = {"transformers": OLDEST_TRANSFORMERS}
 TORCH_S = 150.0
 """The longest time in seconds that the check of torch may take."""
 FEW_FILES = 1024

@@ -130,10 +130,10 @@ def begin(start: Start, rank: int, pipe: Connection) -> None:
         with contextlib.suppress(OSError):  # the parent has closed the pipe
             send("failed", (described(error), _is_consequence(error)))
     finally:
-        pipe.close()
         sys.stderr.flush()
         clear_shared_memory(os.getpid())
         give_back_semaphores()
+        pipe.close()  # the last of all: the parent ends ranks as soon as all pipes are closed
         # Threads of a broken process group would keep a failed rank from ending.
         os._exit(0 if good else 1)
 

@@ -32,11 +32,7 @@ from torch import Tensor
 
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.calling import Loss, layers_text
-from octopipe.runtime.stages.capturable import (
-    Watch,
-    fixed_reason,
-    reasons_of_shared_parameters,
-)
+from octopipe.runtime.stages.capturable import Watch, fixed_reason, reasons_of_shared_parameters
 from octopipe.runtime.stages.captured import REPLAYED, Captured, Passage
 from octopipe.runtime.stages.chain import Autocast, Between, Forward, Ops, StageChain
 from octopipe.runtime.stages.graph_facts import Facts, Surroundings, modules_of
@@ -132,9 +128,10 @@ class GraphedOps(Ops):
             }
             self._watch = Watch(self.chains)
             self._watch.reasons.update(self.reasons)
-            for chain in self.chains.values():
+            for number, chain in self.chains.items():
                 for stage, _ in chain.parts:
                     stage.replay.observe()
+                    stage.under_capture = number not in self.reasons
         elif self._phase == CAPTURING:
             torch.cuda.synchronize(self._device)
             gc.collect()
@@ -183,6 +180,8 @@ class GraphedOps(Ops):
         self.reasons.update(reasons_of_shared_parameters(self.chains, self.reasons))
         for number, reason in self.reasons.items():
             self._tell(number, reason)
+            for stage, _ in self.chains[number].parts:
+                stage.under_capture = False
         if all(number in self.reasons for number in self.chains):
             self._phase = OFF
             return
@@ -216,7 +215,7 @@ class GraphedOps(Ops):
         self._seen.clear()
         for chain in self.chains.values():
             for stage, _ in chain.parts:
-                stage.draws = True
+                stage.draws, stage.under_capture = True, False
         self._phase = COLD
 
     def close(self) -> None:

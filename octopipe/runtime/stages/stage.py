@@ -86,6 +86,9 @@ class Stage:
         """Whether forwards run backward themselves, so that F must keep what autograd saves until it ends."""
         self.always_check = False
         """Whether R is compared with F in every step, not only in the first ones."""
+        self.under_capture = False
+        """Whether CUDA graphs of the ops are being prepared or replayed: a check makes the host wait for the device,
+        which would be taken for the layers' own doing, and fails inside a capture."""
         self.watches_weights = False
         """Whether parameters that a forward changes through `.data` are looked for (in the steps of `checking`)."""
         self.in_step_with_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -105,6 +108,8 @@ class Stage:
         After the first steps this becomes rarer and rarer, so late changes are found at a negligible cost.
         """
         n = self._steps_checked
+        if self.under_capture:
+            return False
         return self.always_check or n < CHECKED_STEPS or (n >= LOOKS_AGAIN_AT and n & (n - 1) == 0)
 
     def forward(

@@ -56,7 +56,7 @@ BUILT_IN = (
     "dynapipe",
     "mario",
 )
-"""Modules of this package that declare policies, in the order `octopipe systems` lists them."""
+"""Modules of this package that declare policies, in the order of `systems()`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +125,17 @@ def _load_all() -> None:
 
 
 def systems() -> dict[str, System]:
-    """Every known system by name."""
+    """Every known system by name: those of this package in the order of `BUILT_IN`, then all others as they came.
+
+    Modules of this package also import each other, so the order in which they register depends on which of them a
+    program happens to import first. Searches that start from every system must not depend on that.
+    """
     _load_all()
-    return dict(_REGISTERED)
+    place = {f"octopipe.search.systems.{module}": number for number, module in enumerate(BUILT_IN)}
+    known = sorted(
+        _REGISTERED.items(), key=lambda item: place.get(getattr(item[1].policy, "__module__", ""), len(place))
+    )
+    return dict(known)
 
 
 def get_system(name: str) -> System:

@@ -27,10 +27,12 @@ from octopipe.search.tuner.settings import SETTINGS
 SLOW = frozenset({"tessel", "optpipe", "pipe-offload"})
 """These systems are left out. Tessel and OptPipe run a solver for longer than a start is worth. PipeOffload's order is
 the interleaved one, and the use of host memory is decided after the search (`search/offload.py`)."""
-COPYING = frozenset({"chimera", "dualpipe"})
+COPYING = ("chimera", "dualpipe")
 """These systems hold layers twice. They are built first, since improving their plans takes the time that is left."""
-UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
+UNLIKE = ("interleaved", "1f1b", "adapipe", "zb-2p", "zb-v", "v-half", "hanayo")
 """These systems are built next, in case time is short: the plans of the others are similar to one of theirs."""
+FIRST = (*COPYING, *UNLIKE, "interleaved-overlap", "mist")
+"""The order decides which start a lane improves, so it is fixed here; the other systems follow in theirs."""
 
 
 class Systems:
@@ -54,7 +56,7 @@ class Systems:
 
         several: list[Plan] = [self.start] if self.start is not None and len(self.start.routes) > 1 else []
         began = time.thread_time()
-        names = sorted(systems(), key=lambda n: (n not in COPYING, n not in UNLIKE))
+        names = sorted(systems(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
         for number, name in enumerate(n for n in names if n not in SLOW):
             spent_s = time.thread_time() - began
             late = spent_s > SYSTEMS_SHARE * self.budget_s or self.share() > SYSTEMS_UNTIL
