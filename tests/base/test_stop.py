@@ -111,6 +111,7 @@ def test_plan_that_is_stopped_while_it_judges_hands_over_what_it_has() -> None:
 
 @pytest.mark.parametrize("number", [SIGNALS[0], pytest.param(SIGNALS[1], marks=pytest.mark.slow)])
 def test_compare_shows_what_is_finished_and_waits_for_no_solver(number: signal.Signals) -> None:
+    pytest.importorskip("ortools")
     words = ("compare", "llama3-8b", "--pp", "4", "--systems", "1f1b,gpipe,tessel", "--time-limit", "900", "--json")
     code, out, _ = stopped(number, "octopipe.search", "comparison", "wait", *words, call=2)
     assert code == 128 + number

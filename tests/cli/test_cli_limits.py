@@ -127,6 +127,7 @@ def test_json_writes_bidirectional_marks_out(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_profile_of_two_ranks_says_that_it_is_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ortools")
     path = tmp_path / "two.json"
     layers = {"E": 1, "-": 2, "L": 3}
     times = {"pattern": "E-----L", "forward_ms": layers, "backward_ms": layers, "weight_ms": layers}

@@ -316,6 +316,7 @@ def test_tessel_names_the_extra_where_ortools_is_missing(monkeypatch: pytest.Mon
 
 
 def test_tessel_splits_the_backward_only_when_asked() -> None:
+    pytest.importorskip("ortools")
     costs = CostTable.uniform(num_layers=8)
     assert not build_plan("tessel-fast", costs, 4, 8).splits_backward
     assert build_plan("tessel-fast", costs, 4, 8, split=True).splits_backward

@@ -216,6 +216,7 @@ def test_fidelity_counts_ranks_whose_memory_was_under_predicted() -> None:
 
 
 def test_the_optimum_of_two_stages_is_proven(tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
     result = chosen(["two-stages"], parts())[0].run(Bench(options=Options(iterations=200)))
     ours = {row.id: row.published for row in result.rows}
     assert ours["two.optimum"][1] == 19.0 and ours["two.joint"][0] in (19.0, 20.0)
