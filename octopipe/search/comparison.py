@@ -229,10 +229,8 @@ class _Task:
             timeline = simulate(plan, costs, channel=self.channel)
         except OctoPipeError as error:
             return Result(system=name, title=entry.title, reason=str(error).removeprefix(f"{name}: "))
-        except MemoryError:  # a limit of the machine is no property of a system: the verb names it
-            raise
         except Exception as error:  # a plug-in's mistake must not cost the user the other rows
-            if isinstance(error, OSError) and error.errno in _LIMITS:
+            if isinstance(error, OSError) and error.errno in _FEW_FILES:  # no property of a system: the verb names it
                 raise
             return Result(system=name, title=entry.title, reason=f"fails with {type(error).__name__}: {error}")
         peaks = timeline.peak_bytes
@@ -317,8 +315,10 @@ def _enough_descriptors(workers: int) -> bool:
 
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         opened = len(os.listdir("/proc/self/fd"))
-    except (ImportError, OSError):  # not on this system
+    except ImportError:  # not on this system
         return True
+    except OSError as error:
+        return error.errno not in _FEW_FILES
     return allowed == resource.RLIM_INFINITY or opened + DESCRIPTORS + PER_WORKER * workers <= allowed
 
 
@@ -331,7 +331,7 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_FEW_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 DESCRIPTORS, PER_WORKER = 24, 2
 """Files that a pool opens for itself and what its workers load, and further ones per worker."""
 KILLED = "its process was killed (out of memory?); name fewer --systems"
