@@ -78,7 +78,8 @@ def _work() -> None:
     for memory in (9.0, 6.0):
         with suppress(octopipe.OctoPipeError):
             build_plan("adapipe", costs.replace(rank_memory_bytes=(memory,)), 2, 4)
-    tune(costs.replace(optimizer_ms=np.ones(6)), 2, 4, budget_s=600.0, iterations=300, workers=1)
+    for seed in range(3):  # some moves are rare
+        tune(costs.replace(optimizer_ms=np.ones(6)), 2, 4, budget_s=600.0, iterations=300, workers=1, seed=seed)
     headed = costs.replace(symbols="ETTTTL", boundary_bytes=np.ones(6), tokens_per_micro_batch=16, rank_memory_bytes=())
     CutHeadSearch(costs=headed, num_ranks=2, num_micro_batches=4, budget_s=600.0, moves=60).run()
     for seed in (10, 11):
