@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.huggingface.shell import text_config
+from octopipe.huggingface.routers import router_weight
 from octopipe.runtime.stages.shards import MeanCrossEntropy
 
 IGNORED = -100
@@ -39,9 +39,7 @@ class CausalLoss:
     def __init__(self, model: nn.Module, function: Callable[..., Tensor] | None = None):
         """`function`: the loss that the model's forward computes, if that is not its `loss_function`."""
         self.function: Any = function or model.loss_function
-        text = text_config(model)
-        weights = (getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_alpha"))
-        self._router_weight = float(next((w for w in weights if w is not None), 0.0))
+        self._router_weight = router_weight(model)
 
     def of_shards(self) -> ShardedCausalLoss:
         """The same loss, computed from the shards of a split head."""

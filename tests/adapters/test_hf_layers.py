@@ -102,8 +102,14 @@ def test_a_head_gets_what_it_takes_beside_the_last_layers_output(kind: Any) -> N
     assert torch.equal(value, model(ids).logits)
 
 
-def test_router_losses_travel_to_the_head() -> None:
-    assert chained("mixtral", output_router_logits=True, router_aux_loss_coef=0.5) < 1e-6
+@pytest.mark.parametrize(
+    "family", some(["mixtral", "jetmoe", "gemma4_text", "dbrx", "inkling_text", "granitemoe"], quick=3)
+)
+def test_router_losses_travel_to_the_head(family: str) -> None:
+    """Families call the factor of this loss differently, and some ignore what the config says."""
+    factors = {"jetmoe": {"aux_loss_coef": 0.5}, "dbrx": {"ffn_config": {"moe_loss_weight": 0.5}}}
+    more = factors.get(family, {"router_aux_loss_coef": 0.5})
+    assert chained(family, output_router_logits=True, **more) < 1e-6
 
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -428,6 +434,29 @@ def test_batches_with_unknown_entries_are_refused() -> None:
         embed({"input_ids": ids, "labels": ids})
     with pytest.raises(OctoPipeError, match="token_type_ids"):
         embed({"input_ids": ids, "token_type_ids": ids})
+
+
+def test_a_router_loss_that_is_added_in_another_way_is_refused() -> None:
+    from octopipe.huggingface.routers import router_weight
+    from octopipe.huggingface.source import model_class
+
+    config = tiny_config("mixtral", **ROUTED)
+    usual = model_class(config)._from_config(config)
+    assert router_weight(usual) == 0.5
+
+    class Otherwise(type(usual)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = usual.forward(*args, **kwargs)
+            out.loss = out.loss + out.aux_loss.square()
+            return out
+
+    class Called(type(usual)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    assert router_weight(Called(config)) == 0.5
+    with pytest.raises(OctoPipeError, match="Otherwise adds its routers' auxiliary loss"):
+        router_weight(Otherwise(config))
 
 
 @pytest.mark.parametrize(
