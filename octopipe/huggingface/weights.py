@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,12 +210,8 @@ class Store:
         with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
             self._refuse_quantised(names, before, slices)
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
-            # Older versions (before 5.17) require one more argument, the split over tensor-parallel ranks.
-            older = "tp_plan" in inspect.signature(convert_and_load_state_dict_in_model).parameters
             try:
-                info, _ = convert_and_load_state_dict_in_model(
-                    self._model, slices, config, **({"tp_plan": None} if older else {})
-                )
+                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)
                 after = _state(self._model)
                 found = {n: t.detach() for n, t in after.items() if t.device.type != "meta"}
             finally:
